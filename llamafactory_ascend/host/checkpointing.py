@@ -1,0 +1,47 @@
+"""The host's gradient checkpointing: re-entrant, trainable layers only; replaced by ours."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llamafactory_ascend import run
+from llamafactory_ascend.features import checkpointing
+from llamafactory_ascend.patching import Patch, Target
+
+
+def gradient_checkpointing_enable(
+    original: Callable[..., None],
+    model: Any,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    use_unsloth_gc: bool = False,
+) -> None:
+    """Enable our checkpointing each time anybody (the loader, the Trainer at train begin) enables it.
+
+    Models of the old format (their class takes ``value``) have no function to replace; they, Unsloth and a
+    recipe with ``ascend.checkpointing: off`` keep the host's.
+    """
+    old_format = "value" in inspect.signature(model._set_gradient_checkpointing).parameters
+    if run.current().settings.checkpointing == "off" or use_unsloth_gc or not model.supports_gradient_checkpointing:
+        original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
+    elif old_format:
+        run.current().decide("checkpointing", "left to the host", f"{type(model).__name__} has the old format")
+        original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
+    else:
+        checkpointing.enable(model, **(gradient_checkpointing_kwargs or {}))
+
+
+PATCHES = [
+    Patch(
+        id="checkpointing.enable",
+        targets=(Target("llamafactory.model.model_utils.checkpointing", "_gradient_checkpointing_enable"),),
+        around=gradient_checkpointing_enable,
+        parameters=("self", "gradient_checkpointing_kwargs", "use_unsloth_gc"),
+        why=(
+            "Stock checkpoints only layers that own a trainable parameter, and `gradient_checkpointing: true` "
+            "turns them re-entrant at train begin whatever `use_reentrant_gc` says."
+        ),
+        remove_when="the host checkpoints frozen layers in the backward path and defaults to non-re-entrant",
+        upstream="https://github.com/huggingface/transformers/issues/28339",
+        feature="checkpointing",
+    ),
+]

@@ -1,0 +1,37 @@
+"""The model loader: hooks before and after the model of a training run is built."""
+
+from collections.abc import Callable
+from typing import Any
+
+from llamafactory_ascend import plugins, run
+from llamafactory_ascend.patching import Patch, Target
+
+
+def load_model(
+    original: Callable[..., Any],
+    tokenizer: Any,
+    model_args: Any,
+    finetuning_args: Any,
+    is_trainable: bool = False,
+    add_valuehead: bool = False,
+) -> Any:
+    """Call the plugins around the build of the model that will be trained; reference models pass untouched."""
+    now, hook = run.current(), plugins.manager().hook
+    if not is_trainable or now.arguments is None:
+        return original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
+    hook.ascend_before_model(run=now, arguments=now.arguments)
+    model = original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
+    hook.ascend_after_model(run=now, model=model)
+    return model
+
+
+PATCHES = [
+    Patch(
+        id="model.load",
+        targets=(Target("llamafactory.model.loader", "load_model"),),
+        around=load_model,
+        parameters=("tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead"),
+        why="The host has no hook around the build of the model.",
+        remove_when="the host offers such a hook",
+    ),
+]

@@ -1,0 +1,36 @@
+"""Where the plugin speaks: one logger on stderr, rank 0 unless said otherwise."""
+
+import logging
+import os
+import sys
+
+_logger = logging.getLogger("llamafactory_ascend")
+
+
+def _ready() -> logging.Logger:
+    if not _logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[llamafactory-ascend] %(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+        _logger.propagate = False  # the host's root handler would print every line twice
+    return _logger
+
+
+def rank() -> int:
+    """Return the global rank that the launcher gave this process, 0 when there is none."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def info(message: str) -> None:
+    """Say something once for the whole job."""
+    if rank() == 0:
+        _ready().info(message)
+
+
+def warn(message: str, every_rank: bool = False) -> None:
+    """Say that something needs attention; on every rank where each may differ."""
+    if every_rank:
+        _ready().warning(f"rank {rank()}: {message}")
+    elif rank() == 0:
+        _ready().warning(message)
