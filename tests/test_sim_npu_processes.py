@@ -1,0 +1,314 @@
+"""The simulated NPU's settings, which hold for a process, and its ranks.
+
+Each check runs in interpreters of its own: this file, started with the check's name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_check(check: Callable[[], None], **environment: str) -> None:
+    done = start(__file__, check.__name__, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_ranks(check: Callable[[], None]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = start(*launcher, __file__, check.__name__, SIM_NPU_DEVICES="2")
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+
+
+# ---- several devices
+def check_two_devices() -> None:
+    assert torch.npu.device_count() == 2
+    torch.npu.set_device(0)
+    first = torch.ones(1000, device="npu")
+    second = torch.ones(5000, device="npu:1")
+    assert first.device.index == 0
+    assert torch.npu.memory_allocated(0) == 4096
+    assert torch.npu.memory_allocated(1) == (20000 + 32 + 511) // 512 * 512
+
+    doubled = second * 2  # runs, and is charged, where its argument lives
+    assert doubled.device.index == 1
+    assert torch.npu.memory_stats(0)["requested_bytes.all.current"] == 4000
+    assert torch.npu.memory_stats(1)["requested_bytes.all.current"] == 40000
+    with pytest.raises(RuntimeError, match="found at least two devices, npu:0 and npu:1"):
+        first + second[:1000]
+
+    moved = first.to("npu:1")
+    assert moved.tolist() == first.tolist()
+    assert torch.npu.memory_stats(1)["requested_bytes.all.current"] == 44000
+    with torch.npu.device(1):
+        assert torch.empty(1, device="npu").device.index == 1
+    with torch.npu.device_of(moved):
+        assert torch.npu.current_device() == 1
+    assert torch.npu.current_device() == 0
+
+    torch.npu.reset_peak_memory_stats(0)
+    del doubled
+    assert torch.npu.max_memory_allocated(0) == torch.npu.memory_allocated(0)
+    assert torch.npu.max_memory_allocated(1) > torch.npu.memory_allocated(1)
+    torch.ops.simnpu.set_limit(1, 1 << 20)
+    torch.empty(4 << 20, dtype=torch.uint8, device="npu:0")
+    with pytest.raises(torch.OutOfMemoryError, match=r"NPU 1; 1\.00 MiB total capacity"):
+        torch.empty(4 << 20, dtype=torch.uint8, device="npu:1")
+
+    torch.npu.manual_seed_all(3)
+    assert torch.equal(torch.rand(4, device="npu:0").cpu(), torch.rand(4, device="npu:1").cpu())
+
+
+def test_two_devices_keep_separate_ledgers() -> None:
+    run_check(check_two_devices, SIM_NPU_DEVICES="2")
+
+
+def check_no_device() -> None:
+    assert not torch.npu.is_available()
+    with pytest.raises(RuntimeError, match="SIM_NPU_DEVICES is 0"):
+        torch.ones(1, device="npu")
+
+
+def test_no_device() -> None:
+    run_check(check_no_device, SIM_NPU_DEVICES="0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"SIM_NPU_DEVICES": "65"}, "SIM_NPU_DEVICES=65 is not between 0 and 64"),
+        ({"SIM_NPU_DEVICES": "two"}, "SIM_NPU_DEVICES=two is not a whole number"),
+    ],
+)
+def test_wrong_setting_is_named(setting: dict[str, str], message: str) -> None:
+    done = start("-c", "import torch", **setting)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def check_small_device() -> None:
+    assert torch.npu.get_device_name() == "Ascend910_9362"
+    assert torch.npu.mem_get_info()[1] == 3 << 20
+    with pytest.raises(torch.OutOfMemoryError, match=r"3\.00 MiB total capacity"):
+        torch.empty(4 << 20, dtype=torch.uint8, device="npu")
+
+
+def test_memory_and_name_can_be_set() -> None:
+    run_check(check_small_device, SIM_NPU_MEMORY_MB="3", SIM_NPU_NAME="Ascend910_9362")
+
+
+# ---- what helps to find mistakes
+def check_denied_operator() -> None:
+    x = torch.ones(1, 2, 2, device="npu")
+    for name, use in (
+        ("aten::cumsum", lambda: x.cumsum(0)),
+        ("aten::convolution", lambda: torch.nn.functional.conv1d(x, x.view(2, 2, 1))),
+    ):
+        with pytest.raises(NotImplementedError, match=f"Operator {name} is denied on the simulated NPU"):
+            use()
+    assert x.sum().item() == 4
+
+
+def test_denied_operators_raise() -> None:
+    run_check(check_denied_operator, SIM_NPU_DENY="aten::cumsum, aten::convolution")
+
+
+def check_poison() -> None:
+    assert torch.empty(4, device="npu").isnan().all()
+    assert torch.empty_strided((2, 2), (1, 2), dtype=torch.bfloat16, device="npu").isnan().all()
+    assert not torch.zeros(4, device="npu").isnan().any()
+
+
+def test_poisoned_memory_is_nan() -> None:
+    run_check(check_poison, SIM_NPU_POISON="1")
+
+
+def check_late_copies() -> None:
+    x = torch.ones(4, device="npu")
+    pinned = torch.empty(4, pin_memory=True)
+    event = torch.npu.Event()
+    stream = torch.npu.current_stream()
+    for wait in (torch.npu.synchronize, stream.synchronize, event.synchronize, event.query, x.sum().item):
+        pinned.copy_(x, non_blocking=True)
+        event.record()
+        assert pinned.isnan().all()
+        wait()
+        assert pinned.tolist() == [1, 1, 1, 1]
+    unpinned = torch.empty(4)
+    unpinned.copy_(x, non_blocking=True)
+    assert unpinned.tolist() == [1, 1, 1, 1]
+
+
+def test_late_copies_show_a_missing_synchronisation() -> None:
+    run_check(check_late_copies, SIM_NPU_ASYNC="1")
+
+
+def check_shared_random_stream() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(4), torch.rand(4)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(4, device="npu").cpu(), wanted[0])
+    assert torch.equal(torch.rand(4), wanted[1])
+
+
+def test_random_stream_can_be_the_cpus() -> None:
+    run_check(check_shared_random_stream, SIM_NPU_SHARED_RNG="1")
+
+
+def check_forked_child() -> None:
+    torch.ones(1, device="npu")
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.npu.set_device(0)
+        except RuntimeError as error:
+            os._exit(7 if "Cannot re-initialize NPU in forked subprocess" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert torch.npu.is_initialized()
+
+
+def test_forked_child_cannot_use_the_device() -> None:
+    run_check(check_forked_child)
+
+
+# ---- counts and the report
+def check_use_for_report() -> None:
+    import torch_npu
+
+    x = torch.ones(2, 8, device="npu", requires_grad=True)  # 64 bytes
+    y = torch_npu.npu_swiglu(x.to("npu")).sum()
+    y.backward()
+    y.item()
+    x.detach().cpu()
+
+
+def test_report_has_memory_and_counts(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    for rank in ("0", "1"):
+        run_check(check_use_for_report, SIM_NPU_REPORT=str(report), SIM_NPU_TRACE="1", RANK=rank)
+    run_check(check_nothing, SIM_NPU_REPORT=str(report), SIM_NPU_TRACE="1")
+    first, second = map(json.loads, report.read_text().splitlines())
+    assert (first["rank"], second["rank"]) == ("0", "1") and first["pid"] != second["pid"]
+    assert first["stats"].keys() == {"0"}
+    assert first["stats"]["0"]["requested_bytes.all.peak"] > 64
+    assert first["ops"] == second["ops"]
+    operators = {name: int(n) for name, n in first["ops"].items()}
+    expected = ("npu::npu_swiglu", "npu::npu_swiglu_backward", "sync:item", "copy:d2h")
+    assert {name: operators[name] for name in expected} == dict.fromkeys(expected, 1)
+
+
+def check_nothing() -> None:
+    assert torch.npu.is_available()
+
+
+# ---- two ranks
+def join() -> tuple[int, str]:
+    """This rank and its device, in a process group of two."""
+    rank = int(os.environ["RANK"])
+    torch.npu.set_device(rank)
+    dist.init_process_group("hccl")
+    assert dist.get_backend() == "hccl" and torch.distributed.is_hccl_available()
+    return rank, f"npu:{rank}"
+
+
+def check_collectives() -> None:
+    rank, device = join()
+    mine = torch.full((2,), float(rank + 1), device=device)
+
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert total.tolist() == [3, 3]
+    mean = mine.bfloat16()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert mean.tolist() == [1.5, 1.5]
+    root_mean = mine.clone()
+    dist.reduce(root_mean, dst=0, op=dist.ReduceOp.AVG)
+    assert root_mean.tolist() == ([1.5, 1.5] if rank == 0 else [2, 2])  # others keep their input
+    received = mine.clone()
+    dist.broadcast(received, src=1)
+    assert received.tolist() == [2, 2]
+
+    gathered = torch.zeros(4, device=device)
+    dist.all_gather_into_tensor(gathered, mine)
+    assert gathered.tolist() == [1, 1, 2, 2]
+    parts = [torch.zeros(2, device=device) for _ in range(2)]
+    dist.all_gather(parts, mine)
+    assert [p.tolist() for p in parts] == [[1, 1], [2, 2]]
+    scattered = torch.zeros(2, device=device)
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device=device) + rank, op=dist.ReduceOp.AVG)
+    assert scattered.tolist() == [2 * rank + 0.5, 2 * rank + 1.5]
+    exchanged = torch.zeros(2, device=device)
+    dist.all_to_all_single(exchanged, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device))
+    assert exchanged.tolist() == [rank, 10 + rank]
+
+    sending = dist.isend(mine.clone(), 1 - rank)  # the tensor is gone before gloo has sent it
+    received = torch.zeros(2, device=device)
+    dist.recv(received, 1 - rank)
+    sending.wait()
+    assert received.tolist() == [2 - rank, 2 - rank]
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_collectives() -> None:
+    run_ranks(check_collectives)
+
+
+def check_fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, device = join()
+    mesh = init_device_mesh("npu", (2,))
+
+    def build() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+    whole, sharded = build(), build().to(device)
+    for part in (sharded[0], sharded[2], sharded):
+        fully_shard(part, mesh=mesh)
+    batch = torch.randn(6, 8)
+    pairs = ((whole, batch), (sharded, batch[rank * 3 : rank * 3 + 3].to(device)))
+    for model, rows in pairs:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(rows).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for shard, wanted in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert shard.device.type == "npu" and shard.to_local().numel() == wanted.numel() // 2
+        torch.testing.assert_close(shard.full_tensor().cpu(), wanted, rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_fsdp2_trains_as_one_cpu() -> None:
+    run_ranks(check_fsdp2)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
