@@ -12,4 +12,6 @@ class AscendError(Exception):
 
     def __init__(self, what: str, hint: str = "", link: str = "") -> None:
         self.what, self.hint, self.link = what, hint, link
-        super().__init__("\n".join(part for part in (what, hint and f"  next: {hint}", link and f"  see: {link}") if part))
+        super().__init__(
+            "\n".join(part for part in (what, hint and f"  next: {hint}", link and f"  see: {link}") if part)
+        )

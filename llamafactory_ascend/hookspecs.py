@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer, TrainerCallback
 
+    from llamafactory_ascend.kernels.backends import Backend
     from llamafactory_ascend.patching import Patch
     from llamafactory_ascend.run import Arguments, Finding, Run
 
@@ -37,6 +38,11 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> "list[Finding]":  # 
 
 
 @hookspec
+def ascend_kernels() -> "list[Backend]":  # type: ignore[empty-body]
+    """Return back ends for the operators that `ascend.kernels` knows; asked before the model is loaded."""
+
+
+@hookspec
 def ascend_before_model(run: "Run", arguments: "Arguments") -> None:
     """Act before the host loads the model of a training run."""
 
@@ -47,10 +53,17 @@ def ascend_after_model(run: "Run", model: "torch.nn.Module") -> None:
 
 
 @hookspec
-def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCallback]":  # type: ignore[empty-body]
+def ascend_trainer_callbacks(  # type: ignore[empty-body]
+    run: "Run", trainer: "Trainer"
+) -> "list[TrainerCallback]":
     """Return callbacks for the host's Trainer, whatever the stage."""
 
 
 @hookspec
+def ascend_saved(run: "Run", trainer: "Trainer") -> None:
+    """Act on every rank when the last model of a run is on disk, or raise AscendError to fail the run."""
+
+
+@hookspec
 def ascend_report_sections(run: "Run") -> dict[str, Any]:  # type: ignore[empty-body]
-    """Return named sections (plain JSON data) of the run report, asked for on every rank each time it is written."""
+    """Return named sections (plain JSON data) of the run report; asked for on every rank."""

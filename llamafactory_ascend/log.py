@@ -3,13 +3,25 @@
 import logging
 import os
 import sys
+from typing import TextIO
 
 _logger = logging.getLogger("llamafactory_ascend")
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at the time: progress bars and notebooks replace it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def _ready() -> logging.Logger:
     if not _logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Stderr()
         handler.setFormatter(logging.Formatter("[llamafactory-ascend] %(message)s"))
         _logger.addHandler(handler)
         _logger.setLevel(logging.INFO)
@@ -18,8 +30,9 @@ def _ready() -> logging.Logger:
 
 
 def rank() -> int:
-    """Return the global rank that the launcher gave this process, 0 when there is none."""
-    return int(os.environ.get("RANK", "0"))
+    """Return the global rank that the launcher gave this process, 0 when there is none or it is no number."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else 0
 
 
 def info(message: str) -> None:

@@ -9,13 +9,13 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from llamafactory_ascend.errors import AscendError
-
 
 ANYTHING = "..."  # last name of a contract that does not care what follows
 
@@ -59,14 +59,15 @@ class Patch:
         id: short name, unique in the ledger.
         targets: where the function may live, in order of preference; the first module that defines it counts.
         around: called as ``around(original, *args, **kwargs)`` in the original's place.
-        parameters: the parameter names ``around`` relies on (ANYTHING last: more may follow); other names mean
-            another contract, and a refusal.
+        parameters: the parameter names ``around`` relies on (ANYTHING last: more may follow); other names
+            mean another contract, and a refusal.
         why: what stock does.
         remove_when: the upstream change that makes the patch needless.
         upstream: link to the bug or change, if there is one.
         tested: fingerprint of the source -> host version it was tested with.
         fixed: fingerprint of a source that no longer needs the patch -> the version that has it.
         feature: the setting that asks for it; where the user wrote that setting, a miss is an error.
+        optional: some tested versions of the host do not have the function; there is nothing to miss in them.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Patch:
     tested: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
     feature: str = "strict"
+    optional: bool = False
 
 
 @dataclass
@@ -92,9 +94,10 @@ class Record:
     fingerprint: str = ""
     source: Source | None = None
     hits: int = 0
-    original: Any = None
+    original: Any = None  # as the class or module holds it, staticmethod and classmethod objects included
     replacement: Any = None
     places: list[tuple[Any, str]] = field(default_factory=list)
+    inherited: bool = False  # the class did not define the method itself
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plain data of the record, for JSON."""
@@ -117,6 +120,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self.lock = threading.RLock()  # modules become complete in whichever thread imports them
 
     def add(self, patch: Patch) -> Record:
         """Plan a patch.
@@ -124,40 +128,106 @@ class Ledger:
         Raises:
             AscendError: the id is taken.
         """
-        if patch.id in self.records:
-            raise AscendError(f"two patches are called `{patch.id}`", "give the second another id")
-        record = self.records[patch.id] = Record(patch)
-        return record
+        with self.lock:
+            if patch.id in self.records:
+                raise AscendError(f"two patches are called `{patch.id}`", "give the second another id")
+            record = self.records[patch.id] = Record(patch)
+            return record
 
     def module_ready(self, module: str) -> None:
         """Apply every planned patch that has a target in ``module``, which is completely imported."""
-        for record in self.records.values():
-            if record.state is State.PLANNED and any(target.module == module for target in record.patch.targets):
-                apply(record, module)
+        with self.lock:
+            for record in self.records.values():
+                if record.state is State.PLANNED and any(t.module == module for t in record.patch.targets):
+                    apply(record, module)
 
     def verify(self) -> None:
-        """Check that each applied patch still stands where it was put; somebody may have replaced it since."""
-        for record in self.records.values():
-            if record.state in (State.APPLIED, State.VERIFIED, State.HIT) and record.target is not None:
-                owner, leaf = resolve(record.target)
-                if inspect.getattr_static(owner, leaf, None) is not record.replacement:
-                    record.state, record.reason = State.FAILED, "replaced by somebody else after it was applied"
+        """Check that each applied patch still stands: it, or what wraps it, is where it was put."""
+        with self.lock:
+            for record in self.standing():
+                outer = current(record)
+                if not any(layer is record.replacement for layer in layers(outer, self.replacements())):
+                    record.state = State.FAILED
+                    record.reason = f"replaced after it was applied, by {describe(outer)}"
                 elif record.state is State.APPLIED:
                     record.state = State.VERIFIED
 
     def revert(self) -> None:
-        """Put every original back, the last patch first."""
-        for record in reversed(self.records.values()):
-            if record.state in (State.APPLIED, State.VERIFIED, State.HIT):
+        """Put every original back, the last patch first.
+
+        What somebody else has put over a replacement stays; the replacement below it only passes calls on.
+        """
+        with self.lock:
+            for record in reversed(list(self.standing())):
                 for owner, leaf in reversed(record.places):
                     if inspect.getattr_static(owner, leaf, None) is record.replacement:
-                        setattr(owner, leaf, record.original)
+                        if record.inherited:
+                            delattr(owner, leaf)
+                        else:
+                            setattr(owner, leaf, record.original)
+                    else:
+                        outer = inspect.getattr_static(owner, leaf, None)
+                        record.reason = f"inert, and left in place under {describe(outer)}"
                 record.places.clear()
                 record.state = State.REVERTED
 
+    def standing(self) -> list[Record]:
+        """Return the records of patches that are applied."""
+        applied = (State.APPLIED, State.VERIFIED, State.HIT)
+        return [record for record in self.records.values() if record.state in applied]
+
+    def replacements(self) -> "dict[int, Any]":
+        """Return ``id(replacement)`` -> what it replaced, of every patch that stands."""
+        return {id(record.replacement): record.original for record in self.standing()}
+
     def misses(self) -> list[Record]:
-        """Return the records of patches that should stand and do not."""
-        return [r for r in self.records.values() if r.state in (State.PLANNED, State.FAILED)]
+        """Return the records of patches that should stand and do not.
+
+        A planned patch whose modules nobody has imported is none: what it replaces is not used here (a rank
+        of torchrun never imports the launcher, for one).
+        """
+        return [
+            record
+            for record in self.records.values()
+            if record.state is State.FAILED
+            or (record.state is State.PLANNED and any(t.module in sys.modules for t in record.patch.targets))
+        ]
+
+    def untested(self) -> list[Record]:
+        """Return the records of patches that stand on a source of the host that they were not tested with."""
+        return [record for record in self.standing() if record.source is Source.CHANGED]
+
+
+def current(record: Record) -> Any:
+    """Return what stands where a patch was applied, None where there is nothing any more."""
+    assert record.target is not None
+    try:
+        owner, leaf = resolve(record.target)
+    except LookupError:
+        return None
+    return inspect.getattr_static(owner, leaf, None)
+
+
+def layers(outer: Any, replaced: Mapping[int, Any]) -> Iterator[Any]:
+    """Yield a function and what lies under it: through our replacements and through ``functools.wraps``."""
+    while outer is not None:
+        yield outer
+        outer = replaced.get(id(outer)) or getattr(plain(outer), "__wrapped__", None)
+
+
+def plain(function: Any) -> Any:
+    """Return the function inside a staticmethod or classmethod object."""
+    return function.__func__ if isinstance(function, staticmethod | classmethod) else function
+
+
+def describe(function: Any) -> str:
+    """Name a function for a message."""
+    if function is None:
+        return "nothing"
+    function = plain(function)
+    return (
+        f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    )
 
 
 def resolve(target: Target) -> tuple[Any, str]:
@@ -218,8 +288,9 @@ def apply(record: Record, module: str) -> None:
             return  # the function lives in another of the targets, which has its own turn
         owner, leaf = resolve(target)
         original = inspect.getattr_static(owner, leaf)
-        found = tuple(inspect.signature(original).parameters)
-        record.target, record.fingerprint = target, fingerprint(original)
+        function = plain(original)
+        found = tuple(inspect.signature(function).parameters)
+        record.target, record.fingerprint = target, fingerprint(function)
         record.source = judge(patch, record.fingerprint)
         if record.source is Source.FIXED:
             record.state, record.reason = State.SKIPPED, f"fixed in {patch.fixed[record.fingerprint]}"
@@ -228,38 +299,53 @@ def apply(record: Record, module: str) -> None:
             record.state = State.FAILED
             record.reason = f"refused: parameters are {found}, the patch was made for {patch.parameters}"
             return
-        record.original, record.replacement = original, _replacement(record, original)
+        record.original = original
+        record.replacement = _replacement(record, original)
+        record.inherited = inspect.isclass(owner) and leaf not in vars(owner)
         for place, name in [(owner, leaf), *_copies(original, target)]:
             setattr(place, name, record.replacement)
             record.places.append((place, name))
         record.state = State.APPLIED
+        record.reason = ""
         if record.source is Source.CHANGED:
-            record.reason = "untested with this source of the host"
+            unknown = (
+                "changed since the versions it was tested with" if record.fingerprint else "cannot be read"
+            )
+            record.reason = f"untested: the source of {target} {unknown}"
+    except LookupError as error:
+        record.reason = str(error)
+        if all(other.module in sys.modules for other in patch.targets) or len(patch.targets) == 1:
+            record.state = State.SKIPPED if patch.optional else State.FAILED
     except Exception as error:
         record.state, record.reason = State.FAILED, f"{type(error).__name__}: {error}"
 
 
-def _replacement(record: Record, original: Callable[..., Any]) -> Callable[..., Any]:
-    around = record.patch.around
+def _replacement(record: Record, original: Any) -> Any:
+    around, function = record.patch.around, plain(original)
 
-    @functools.wraps(original)
+    @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        if record.state is State.REVERTED:  # somebody kept the replacement beyond its time
+            return function(*args, **kwargs)
         record.hits += 1
-        record.state = State.HIT
-        return around(original, *args, **kwargs)
+        if record.state in (State.APPLIED, State.VERIFIED):
+            record.state = State.HIT
+        return around(function, *args, **kwargs)
 
-    return replacement
+    return replacement if function is original else type(original)(replacement)
 
 
 def _copies(original: Any, target: Target) -> list[tuple[Any, str]]:
-    """Other modules of the same package that did ``from module import name`` before us."""
+    """Where other modules of the package, or the program, did ``from module import name`` before us."""
     if "." in target.name:
         return []  # a method is looked up on its class
     package = target.module.partition(".")[0]
     return [
         (module, name)
         for key, module in list(sys.modules.items())
-        if module is not None and key.partition(".")[0] == package and key != target.module
+        if module is not None
+        and key.partition(".")[0] in {package, "__main__", "__mp_main__"}
+        and key != target.module
         for name, value in list(vars(module).items())
         if value is original
     ]

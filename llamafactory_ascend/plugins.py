@@ -1,72 +1,219 @@
-"""The plugin manager: what is built in, what third parties install, and a trace of every hook call."""
+"""The plugin manager: what is built in, what third parties install, and a trace of every hook call.
+
+What a third party's hook raises is a finding and not the end of a run (unless it is an AscendError, a
+deliberate refusal, or the recipe is strict). The same holds for built-in hooks that only observe.
+"""
 
 import functools
 import importlib
 import importlib.metadata
+import inspect
+import json
 import os
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from llamafactory_ascend import hookspecs, log
+from llamafactory_ascend import __version__, hookspecs, run
+from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.kernels.backends import Backend
+from llamafactory_ascend.patching import Patch
 
+DISTRIBUTION = "llamafactory-ascend-plugin"
 GROUP = "llamafactory_ascend"
 PINNED = "LLAMAFACTORY_ASCEND_PLUGINS"
 TRACE = "LLAMAFACTORY_ASCEND_TRACE"
+OLDEST_PLUGGY = (1, 5)
 
 BUILT_IN = (
     "llamafactory_ascend.host.plugin",
     "llamafactory_ascend.features.environment",
+    "llamafactory_ascend.features.kernels",
     "llamafactory_ascend.features.checkpointing",
+    "llamafactory_ascend.features.gradient_audit",
+    "llamafactory_ascend.features.sharding",
+    "llamafactory_ascend.features.adapter",
     "llamafactory_ascend.features.memory",
 )
+# Built-in hooks that change nothing: one that breaks is a finding. The others change the run before it
+# starts, and half a change is worse than a stop.
+OBSERVING = {"ascend_preflight", "ascend_trainer_callbacks", "ascend_saved", "ascend_report_sections"}
 
 
 @functools.cache
 def manager() -> pluggy.PluginManager:
-    """Return the manager of this process, with every plugin registered and every hook name checked."""
+    """Return the manager of this process, with every plugin registered and every hook name checked.
+
+    Raises:
+        AscendError: pluggy is too old.
+    """
+    if tuple(int(part) for part in pluggy.__version__.split(".")[:2]) < OLDEST_PLUGGY:
+        raise AscendError(f"pluggy {pluggy.__version__} is too old", "pip install -U 'pluggy>=1.5'")
+    _compare_versions()
     found = pluggy.PluginManager(hookspecs.PROJECT)
     found.add_hookspecs(hookspecs)
     for name in BUILT_IN:
-        found.register(importlib.import_module(name), name=name.rpartition(".")[2])
-    for name, plugin in third_party():
-        _register(found, name, plugin)
+        _register(found, name.rpartition(".")[2], functools.partial(importlib.import_module, name), OBSERVING)
+    every_hook = {name for name in vars(hookspecs) if name.startswith("ascend_")}
+    for entry in third_party():
+        _register(found, entry.name, entry.load, every_hook)
     if os.environ.get(TRACE, "").lower() in {"1", "true", "on", "yes"}:
-        found.trace.root.setwriter(lambda text: print(text, end="", file=sys.stderr))
-        found.enable_tracing()
+        _trace(found)
     return found
 
 
-def third_party() -> list[tuple[str, Any]]:
-    """Load the plugins of the entry point group, or those that LLAMAFACTORY_ASCEND_PLUGINS names.
-
-    One that cannot be loaded is reported by name and left out: it must not stop the others or the run.
-    """
-    pinned = os.environ.get(PINNED, "all").strip()
-    wanted = None if pinned == "all" else {name.strip() for name in pinned.split(",")} - {"none", ""}
-    plugins = []
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        if wanted is None or entry.name in wanted:
-            try:
-                plugins.append((entry.name, entry.load()))
-            except Exception as error:
-                log.warn(_refusal(entry.name, f"{type(error).__name__}: {error}"))
-    missing = (wanted or set()) - {entry.name for entry in importlib.metadata.entry_points(group=GROUP)}
-    for name in sorted(missing):
-        log.warn(f"{PINNED} names the plugin `{name}`, which is not installed")
-    return plugins
-
-
-def _register(found: pluggy.PluginManager, name: str, plugin: Any) -> None:
+def _compare_versions() -> None:
     try:
+        installed = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return  # run from a source tree
+    if installed != __version__:
+        where = Path(__file__).parent
+        run.current().miss(
+            "strict",
+            f"pip has {DISTRIBUTION} {installed}, but version {__version__} is imported from {where}",
+            f"pip install -U {DISTRIBUTION}, or take that directory off PYTHONPATH",
+        )
+
+
+def third_party() -> list[importlib.metadata.EntryPoint]:
+    """Return the entry points of the group, or those of them that LLAMAFACTORY_ASCEND_PLUGINS names."""
+    pinned = os.environ.get(PINNED, "all").strip()
+    entries = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
+    if pinned == "all":
+        return entries
+    wanted = {name.strip() for name in pinned.split(",")} - {"none", ""}
+    for name in sorted(wanted - {entry.name for entry in entries}):
+        run.current().miss("strict", f"{PINNED} names the plugin `{name}`, which is not installed")
+    return [entry for entry in entries if entry.name in wanted]
+
+
+def _register(found: pluggy.PluginManager, name: str, load: Callable[[], Any], guarded: set[str]) -> None:
+    """Load and register one plugin; one that cannot be is named and left out, and the others stay."""
+    if found.has_plugin(name):
+        _refuse(name, f"another plugin is already called `{name}`")
+        return
+    try:
+        plugin = load()
         found.register(plugin, name=name)
         found.check_pending()
-    except Exception as error:
+        hooks = [caller for caller in found.get_hookcallers(plugin) or [] if caller.name in vars(hookspecs)]
+        if not hooks:
+            raise AscendError("it implements no hook; is `@llamafactory_ascend.hookimpl` missing?")
+        for caller in hooks:
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin_name == name:
+                    if implementation.wrapper or implementation.hookwrapper:
+                        raise AscendError(
+                            f"its {caller.name} wraps the hooks of others, which is not supported"
+                        )
+                    if caller.name in guarded:
+                        function = _guard(name, caller.name, implementation.function)
+                        implementation.function = function  # type: ignore[misc]
+    except (Exception, SystemExit) as error:  # a script that was not meant to be imported may call sys.exit()
         if found.has_plugin(name):
             found.unregister(name=name)
-        log.warn(_refusal(name, str(error)))
+        _refuse(name, f"{type(error).__name__}: {error}")
 
 
-def _refusal(name: str, cause: str) -> str:
-    return f"plugin `{name}` is off\n  cause: {cause}\n  next: uninstall or update it, or set {PINNED}=none"
+def _refuse(name: str, cause: str) -> None:
+    reason = " ".join(cause.split())
+    run.current().miss(
+        "strict", f"plugin `{name}` is off: {reason}", f"update or uninstall it, or set {PINNED}=none"
+    )
+
+
+def _guard(plugin: str, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any) -> Any:
+        return run.current().attempt(
+            f"plugin `{plugin}`: {hook}", lambda: _checked(plugin, hook, function(*args))
+        )
+
+    return guarded
+
+
+def _checked(plugin: str, hook: str, result: Any) -> Any:
+    """Return a hook's result if it is what the hook promises, so that nothing breaks far from its cause.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    expected = inspect.signature(getattr(hookspecs, hook)).return_annotation
+    if result is None or expected is None:
+        return None
+    kind = {"list": list, "dict": dict}[str(expected).partition("[")[0]]
+    items = result.values() if isinstance(result, dict) else result
+    element = {"ascend_patches": Patch, "ascend_preflight": run.Finding, "ascend_environment": str, "ascend_kernels": Backend}.get(
+        hook, object
+    )
+    if not isinstance(result, kind) or not all(isinstance(item, element) for item in items):
+        raise TypeError(f"returned {result!r}, not {expected}")
+    if hook == "ascend_report_sections":
+        json.dumps(result)
+    if hook == "ascend_trainer_callbacks":
+        return [guard_callback(plugin, callback) for callback in result]
+    return result
+
+
+def guard_callback(plugin: str, callback: Any) -> Any:
+    """Make a TrainerCallback's events harmless: one that raises is reported and not called again.
+
+    The object itself is changed, so that ``isinstance`` and ``Trainer.remove_callback`` still know it.
+
+    Returns:
+        The callback; an instance where a class was given, as the Trainer allows.
+    """
+    callback = callback() if isinstance(callback, type) else callback
+    for event in dir(callback):
+        if event.startswith("on_"):
+            setattr(
+                callback,
+                event,
+                _guard_event(f"plugin `{plugin}`: {type(callback).__name__}.{event}", callback, event),
+            )
+    return callback
+
+
+def _guard_event(what: str, callback: Any, event: str) -> Callable[..., Any]:
+    method = getattr(callback, event)
+    broken = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal broken
+        broken = True  # until it has returned
+        result = method(*args, **kwargs)
+        broken = False
+        return result
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return None if broken else run.current().attempt(what, call, *args, **kwargs)
+
+    return guarded
+
+
+def _trace(found: pluggy.PluginManager) -> None:
+    """Print a line for each hook call: rank, hook, the plugins asked, what came of it, milliseconds."""
+    started: list[float] = []
+
+    def before(_name: str, _implementations: Any, _arguments: Any) -> None:
+        started.append(time.perf_counter())
+
+    def after(outcome: Any, name: str, implementations: Any, _arguments: Any) -> None:
+        asked = (
+            ", ".join(implementation.plugin_name for implementation in reversed(implementations)) or "nobody"
+        )
+        error = outcome.exception
+        came = f"{type(error).__name__}" if error else f"{len(outcome.get_result() or [])} results"
+        elapsed = (time.perf_counter() - started.pop()) * 1000
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"[llamafactory-ascend] rank {rank}: {name} -> {asked}: {came}, {elapsed:.1f} ms", file=sys.stderr
+        )
+
+    found.add_hookcall_monitoring(before, after)

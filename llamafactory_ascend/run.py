@@ -1,6 +1,8 @@
 """What is known about the run of this process: settings, arguments, patches, decisions, findings, facts."""
 
 import functools
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,29 +51,71 @@ class Run:
     decisions: dict[str, Decision] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # of this rank, by report section
+    early: list[str] = field(default_factory=list)  # missed before the settings were known
 
     def decide(self, subject: str, choice: str, reason: str) -> None:
         """Record a decision; the last one about a subject stands."""
         self.decisions[subject] = Decision(subject, choice, reason)
 
     def find(self, level: Literal["note", "warning", "error"], subject: str, message: str) -> None:
-        """Record a finding and say it unless it is a note."""
-        self.findings.append(Finding(level, subject, message))
-        if level != "note":
-            log.warn(f"{subject}: {message}")
+        """Record a finding and say it unless it is a note; the same one is recorded and said once."""
+        finding = Finding(level, subject, message)
+        if finding not in self.findings:
+            self.findings.append(finding)
+            if level != "note":
+                log.warn(f"{subject}: {message}")
 
     def miss(self, feature: str, message: str, hint: str = "") -> None:
         """Something promised did not happen: an error where it was asked for, else a loud finding.
 
         Args:
-            feature: the setting that promises it.
+            feature: the setting that promises it; `strict` where no setting of its own does.
 
         Raises:
             AscendError: `strict: true`, or the recipe names the feature.
         """
         if self.settings.asked_for(feature):
             raise AscendError(message, hint)
-        self.find("warning", feature, f"{message} ({hint})" if hint else message)
+        if self.arguments is None:
+            self.early.append(message)
+        self.find(
+            "warning",
+            "plugin" if feature == "strict" else feature,
+            f"{message} ({hint})" if hint else message,
+        )
+
+    def judge_early_misses(self) -> None:
+        """Turn what was missed while the plugins were loaded into an error, now that the settings are known.
+
+        Raises:
+            AscendError: `strict: true` and something was missed.
+        """
+        if self.settings.strict and self.early:
+            raise AscendError(
+                "\n".join(self.early), "repair it, or leave `ascend.strict` out to go on without it"
+            )
+
+    def attempt(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call something the run can do without; an exception becomes a miss that names its place.
+
+        Returns:
+            What the function returns, None where it raised.
+
+        Raises:
+            AscendError: the function raised one (a deliberate refusal), or `strict: true`.
+        """
+        try:
+            return function(*args, **kwargs)
+        except AscendError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}:{frame.lineno}"
+            self.miss(
+                "strict",
+                f"{what} failed: {type(error).__name__}: {error} at {place}; the run goes on without it",
+            )
+            return None
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.kernels.operators import OPERATORS
 
 KEY = "ascend"
 
@@ -17,16 +19,24 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    strict: bool = Field(False, description="Turn everything the plugin could not do into an error.")
+    strict: bool = Field(default=False, description="Turn everything the plugin could not do into an error.")
     checkpointing: Literal["full", "off"] = Field(
-        "full",
+        default="full",
         description=(
             "`full`: checkpoint every layer that takes part in backward, never re-entrantly; "
             "`off`: leave gradient checkpointing to the host."
         ),
     )
+    kernels: Literal["auto", "off"] | dict[str, str] = Field(
+        default="off",
+        description=(
+            "`auto`: on an NPU, the first usable back end for each operator; `off`: leave every operator to "
+            "Transformers and the host; or a block of operator: back end, `auto` or `off` (see docs/kernels.md)."
+        ),
+    )
     plugins: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Settings of third-party plugins, by plugin name; passed to them as they are."
+        default_factory=dict,
+        description="Settings of third-party plugins, by plugin name; passed to them as they are.",
     )
 
     @field_validator("checkpointing", mode="before")
@@ -34,9 +44,21 @@ class Settings(BaseModel):
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML 1.1 and OmegaConf read a bare `off` as False
 
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _known_operators(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return "off" if value is False else value
+        for name in value:
+            if name not in OPERATORS:
+                near = difflib.get_close_matches(str(name), OPERATORS, n=1)
+                known = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(OPERATORS)}"
+                raise ValueError(f"there is no operator `{name}`; {known}")
+        return {name: "off" if wish is False else wish for name, wish in value.items()}
+
     def asked_for(self, key: str) -> bool:
-        """True where a miss must be an error: the user wrote the key, or everything is strict."""
-        return self.strict or key in self.model_fields_set
+        """True where a miss must be an error: all is strict, or the user wrote the key, and not off."""
+        return self.strict or (key in self.model_fields_set and getattr(self, key) not in ("off", False))
 
 
 def read(block: Any, where: str) -> Settings:
@@ -53,7 +75,8 @@ def read(block: Any, where: str) -> Settings:
         return Settings()
     if not isinstance(block, Mapping):
         raise AscendError(
-            f"{where}: `{KEY}` is {block!r}, it must be a block of keys", f"write `{KEY}: {{strict: true}}`, for example"
+            f"{where}: `{KEY}` is {block!r}, it must be a block of keys",
+            f"write `{KEY}: {{strict: true}}`, for example",
         )
     try:
         return Settings.model_validate(dict(block))
@@ -62,12 +85,31 @@ def read(block: Any, where: str) -> Settings:
 
 
 def _explain(error: Any, where: str) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    path = [str(part) for part in error["loc"]]
+    key = ".".join([KEY, *path])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, Settings.model_fields, n=1)
-        known = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(Settings.model_fields)}"
-        return f"{where}: unknown key `{KEY}.{key}`: {known}"
-    return f"{where}: `{KEY}.{key}` is {error['input']!r}: {error['msg']}"
+        known = _keys_beside(path)
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        return f"{where}: unknown key `{key}`: " + (
+            f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+        )
+    return f"{where}: `{key}` is {error['input']!r}: {error['msg']}"
+
+
+def _keys_beside(path: Sequence[str]) -> list[str]:
+    """Return the keys that are allowed where the last one of ``path`` is not, however deep it lies."""
+    model: Any = Settings
+    for part in path[:-1]:
+        annotation = model.model_fields[part].annotation
+        inner = [
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not inner:
+            break
+        model = inner[0]
+    return list(model.model_fields)
 
 
 def take(args: Any) -> tuple[Any, Any]:
@@ -78,53 +120,109 @@ def take(args: Any) -> tuple[Any, Any]:
 
     Returns:
         The arguments without our block (a new object) and the block, None if there is none.
+
+    Raises:
+        AscendError: a word without a value, or a key under something that is not a block.
     """
     if isinstance(args, Mapping):
-        rest = {key: value for key, value in args.items() if key != KEY and not str(key).startswith(KEY + ".")}
+        ours = [key for key in args if key == KEY or str(key).startswith(f"{KEY}.")]
+        rest = {key: value for key, value in args.items() if key not in ours}
         block = args.get(KEY)
-        dotted = {key: value for key, value in args.items() if str(key).startswith(KEY + ".")}
-        for key, value in dotted.items():  # a flat key, as JSON made by a program may hold it
-            block = _put(dict(block or {}), key.split(".")[1:], value)
+        for key in ours:
+            if key != KEY:  # a flat key, as JSON made by a program may hold it
+                block = _put(block, key.split("."), 1, args[key])
         return rest, block
     if isinstance(args, Sequence) and not isinstance(args, str):
-        return _take_words(args)
+        words, pairs = _take_words(args)
+        block = None
+        for name, text in pairs:
+            block = _put(block, name.split("."), 1, yaml.safe_load(text))
+        return words, block
     return args, None
 
 
-def _take_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+def as_overrides(words: Sequence[str]) -> list[str]:
+    """Rewrite ``--ascend.x y`` after a recipe as ``ascend.x=y``, the form OmegaConf merges into the recipe.
+
+    Raises:
+        AscendError: a word without a value.
+    """
+    rest, pairs = _take_words(words)
+    return rest + [f"{name}={text}" for name, text in pairs]
+
+
+def _take_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Split command line words into the host's and ours, as (dotted name, text of the value)."""
     rest: list[str] = []
-    block: dict[str, Any] = {}
-    todo = list(words)
-    while todo:
-        word = todo.pop(0)
+    pairs: list[tuple[str, str]] = []
+    todo = iter(words)
+    for word in todo:
         if not str(word).startswith(f"--{KEY}."):
             rest.append(word)
             continue
         name, given, text = word[2:].partition("=")
-        if not given:
-            if not todo or todo[0].startswith("--"):
-                raise AscendError(f"`{word}` has no value", f"write `{word} VALUE` or `{word}=VALUE`")
-            text = todo.pop(0)
-        block = _put(block, name.split(".")[1:], yaml.safe_load(text))
-    return rest, block or None
+        value = text if given else next(todo, None)
+        if value is None or (not given and value.startswith("--")):
+            raise AscendError(f"`{word}` has no value", f"write `{word} VALUE` or `{word}=VALUE`")
+        pairs.append((name, value))
+    return rest, pairs
 
 
-def _put(block: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    inner = block.get(path[0])
-    return {**block, path[0]: value if len(path) == 1 else _put(dict(inner or {}), path[1:], value)}
+def _put(block: Any, path: Sequence[str], depth: int, value: Any) -> dict[str, Any]:
+    """Return the block with ``value`` at ``path[depth:]``."""
+    if block is not None and not isinstance(block, Mapping):
+        raise AscendError(
+            f"`{'.'.join(path)}` is given, but `{'.'.join(path[:depth])}` is {block!r}, no block of keys",
+            "remove one of the two",
+        )
+    block = dict(block or {})
+    if depth == len(path) - 1:
+        return {**block, path[depth]: value}
+    return {**block, path[depth]: _put(block.get(path[depth]), path, depth + 1, value)}
 
 
-def as_overrides(words: Sequence[str]) -> list[str]:
-    """Rewrite ``--ascend.x y`` after a recipe as ``ascend.x=y``, the form OmegaConf merges into the recipe."""
-    rest, block = _take_words(words)
-    return rest + [f"{KEY}.{path}={value}" for path, value in _leaves(block or {})]
+def as_markdown() -> str:
+    """Return docs/settings.md: every key with its values, default and description."""
+    rows = "\n".join(_row(f"{KEY}.{name}", field) for name, field in Settings.model_fields.items())
+    return HEAD + rows + "\n"
 
 
-def _leaves(block: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", yaml.safe_dump(value, default_flow_style=True).split("\n")[0]))
-    return found
+def _row(name: str, field: FieldInfo) -> str:
+    annotation = field.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "\n".join(_row(f"{name}.{inner}", value) for inner, value in annotation.model_fields.items())
+    default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True).split(
+        "\n"
+    )[0]
+    cells = [f"`{name}`", f"`{_kind(annotation)}`", f"`{default}`", field.description or ""]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(value) for value in get_args(annotation))
+    return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__
+
+
+HEAD = """# Settings
+
+One block `ascend:` in a recipe. Every key has a default, so most recipes need none.
+
+```yaml
+ascend:
+  strict: true
+  checkpointing: full
+```
+
+A key can also be given on the command line: `--ascend.strict true` or `--ascend.strict=true`, and behind a
+recipe `ascend.strict=true`. JSON recipes work too, and so does a flat key `"ascend.strict": true`. An unknown
+key, or a value that cannot be, ends the command with exit code 2 before anything is loaded.
+
+A key that is written is a request: where the plugin cannot do what it says, the run stops. Where it is left
+to its default, the run goes on as stock with a warning, unless `strict` is set.
+
+This page is made from the descriptions in `llamafactory_ascend/settings.py`.
+
+| key | values | default | meaning |
+| --- | --- | --- | --- |
+"""

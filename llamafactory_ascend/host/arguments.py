@@ -1,8 +1,10 @@
-"""Arguments: the ``ascend:`` block leaves before the host's parser, and the parsed result passes our hooks."""
+"""Arguments: the ``ascend:`` block leaves before the host's parser, the parsed result passes our hooks."""
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from llamafactory_ascend.host.versions import versions
 from llamafactory_ascend.patching import Patch, Target
 
 Words = dict[str, Any] | list[str]
+RECIPES = (".yaml", ".yml", ".json")
 
 
 def read_args(original: Callable[..., Words], args: Words | None = None) -> Words:
@@ -19,54 +22,108 @@ def read_args(original: Callable[..., Words], args: Words | None = None) -> Word
 
     0.9.5 passes a Path to ``json.load``, so that every JSON recipe dies with an AttributeError.
     """
-    if args is None and len(sys.argv) > 1:
-        if sys.argv[1].endswith((".yaml", ".yml", ".json")):
-            sys.argv[2:] = settings.as_overrides(sys.argv[2:])
-        if sys.argv[1].endswith(".json"):
-            return _read_json(Path(sys.argv[1]), sys.argv[2:])
-    return original(args)
+    if args is not None or not _names_recipe(sys.argv[1:]):
+        return original(args)
+    saved = sys.argv
+    with mistakes_end_the_process():
+        sys.argv = [*saved[:2], *settings.as_overrides(saved[2:])]
+    try:
+        return read_recipe(sys.argv[1:]) if saved[1].endswith(".json") else original(None)
+    finally:
+        sys.argv = saved
 
 
-def _read_json(path: Path, overrides: list[str]) -> dict[str, Any]:
+def _names_recipe(words: list[str]) -> bool:
+    return bool(words) and words[0].endswith(RECIPES)
+
+
+def read_recipe(words: list[str]) -> dict[str, Any]:
+    """Read a recipe and merge the overrides behind it, as the host does, without importing the host."""
     from omegaconf import OmegaConf
 
-    recipe = OmegaConf.create(json.loads(path.read_text(encoding="utf-8")))
-    merged = OmegaConf.to_container(OmegaConf.merge(recipe, OmegaConf.from_cli(overrides)))
-    assert isinstance(merged, dict)
+    path = Path(words[0])
+    if path.suffix == ".json":
+        recipe: Any = OmegaConf.create(json.loads(path.read_text(encoding="utf-8-sig")))
+    else:
+        recipe = OmegaConf.load(path)
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(recipe, OmegaConf.from_cli(words[1:])))
     return {str(key): value for key, value in merged.items()}
 
 
-def parse_args(original: Callable[..., Any], parser: Any, args: Words | None = None, allow_extra_keys: bool = False) -> Any:
+def parse_args(
+    original: Callable[..., Any], parser: Any, args: Words | None = None, allow_extra_keys: bool = False
+) -> Any:
     """Take our block out where every command (train, export, chat, a Ray worker) passes.
 
     The block stays in what ``read_args`` returned, because that is what the host sends to Ray workers.
     """
     from llamafactory.hparams import parser as host
 
-    rest, block = settings.take(host.read_args(args))
-    run.current().settings = read_settings(block)
+    rest, found = take_settings(host.read_args(args))
+    run.current().settings = found
     return original(parser, rest, allow_extra_keys)
 
 
-def read_settings(block: Any) -> settings.Settings:
-    """Check the block; a mistake in it ends the process with exit code 2 before anything is loaded."""
-    recipe = next((word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json"))), "command line")
+def get_args_v1(original: Callable[..., Any], args: Words | None = None) -> Any:
+    """Take our block out for the host's v1 trainers (``USE_V1=1``), which the plugin does not change."""
+    if args is None:
+        words = sys.argv[1:]
+        args = read_recipe([words[0], *settings.as_overrides(words[1:])]) if _names_recipe(words) else words
+    rest, found = take_settings(args)
+    run.current().settings = found
+    if found.model_fields_set:
+        run.current().miss(
+            "strict",
+            "the v1 trainers of the host are not covered: the `ascend:` block has no effect",
+            "unset USE_V1",
+        )
+    return original(rest)
+
+
+def take_settings(args: Words) -> tuple[Words, settings.Settings]:
+    """Split what was read into the host's arguments and our settings; a mistake in them ends the process."""
+    recipe = next((word for word in sys.argv[1:] if word.endswith(RECIPES)), "command line")
+    with mistakes_end_the_process():
+        rest, block = settings.take(args)
+        return rest, settings.read(block, recipe)
+
+
+@contextlib.contextmanager
+def mistakes_end_the_process() -> Iterator[None]:
+    """Turn an AscendError into its message and exit code 2: no traceback, and nothing has been loaded."""
     try:
-        return settings.read(block, recipe)
+        yield
     except AscendError as error:
         log.warn(str(error))
         raise SystemExit(2) from None
+
+
+def fill_environment(command: str) -> None:
+    """Set the environment defaults of every plugin; what is already set stays, and both are recorded."""
+    for defaults in plugins.manager().hook.ascend_environment(command=command):
+        for name, value in defaults.items():
+            found = os.environ.setdefault(name, value)
+            reason = (
+                "default of the plugin"
+                if found == value
+                else f"set in the environment; the default is {value}"
+            )
+            run.current().decide(f"environment.{name}", found, reason)
 
 
 def get_train_args(original: Callable[..., Any], args: Words | None = None) -> Any:
     """Let the plugins adjust, judge or refuse a training run before its model is loaded."""
     from llamafactory_ascend.report import lifecycle
 
+    # Again in every rank, before TrainingArguments opens the device: accelerate and Ray bypass the launcher.
+    fill_environment("train")
     parsed = original(args)
     now = run.current()
+    now.judge_early_misses()
     now.arguments = arguments = run.Arguments(*parsed)
+    log.info(f"active: {len(now.ledger.standing())} of {len(now.ledger.records)} patches are in place so far")
     hook = plugins.manager().hook
-    lifecycle.begin(now, versions())
+    now.attempt("the run report", lambda: lifecycle.begin(now, versions()))
     hook.ascend_arguments(run=now, arguments=arguments)
     findings = [finding for found in hook.ascend_preflight(run=now, arguments=arguments) for finding in found]
     for finding in findings:
@@ -86,8 +143,9 @@ PATCHES = [
         ),
         around=read_args,
         parameters=("args",),
-        why="`--ascend.x y` after a recipe is read as two broken overrides, and 0.9.5 cannot read any JSON recipe.",
+        why="`--ascend.x y` after a recipe is read as two broken overrides; 0.9.5 cannot read JSON recipes.",
         remove_when="the host reads JSON recipes and has a namespace for plugins",
+        tested={"873ee1d2573f": "llamafactory 0.9.5", "6fbd4c4653d2": "llamafactory-kt 0.9.6.dev0"},
     ),
     Patch(
         id="arguments.parse",
@@ -96,6 +154,16 @@ PATCHES = [
         parameters=("parser", "args", "allow_extra_keys"),
         why="The host's parser refuses keys it does not know, so the `ascend:` block has to leave before it.",
         remove_when="the host has a namespace for plugins",
+        tested={"9be0738ee022": "llamafactory 0.9.5", "12a3b9182738": "llamafactory-kt 0.9.6.dev0"},
+    ),
+    Patch(
+        id="arguments.parse_v1",
+        targets=(Target("llamafactory.v1.config.arg_parser", "get_args"),),
+        around=get_args_v1,
+        parameters=("args",),
+        why="The parser of the v1 trainers (`USE_V1=1`) refuses the `ascend:` block too.",
+        remove_when="the host has a namespace for plugins",
+        tested={"d1ca6154d28b": "llamafactory 0.9.5 and llamafactory-kt 0.9.6.dev0"},
     ),
     Patch(
         id="arguments.train",
@@ -104,5 +172,6 @@ PATCHES = [
         parameters=("args",),
         why="The host has no hook between parsing the arguments and loading the model.",
         remove_when="the host offers such a hook",
+        tested={"2d64e1b1e382": "llamafactory 0.9.5", "1b847750f2fa": "llamafactory-kt 0.9.6.dev0"},
     ),
 ]

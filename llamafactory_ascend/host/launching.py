@@ -1,35 +1,48 @@
 """The launcher: settings are checked and the environment is filled before any rank is started."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from llamafactory_ascend import plugins, run, settings
-from llamafactory_ascend.host.arguments import read_settings
+from llamafactory_ascend import settings
+from llamafactory_ascend.host.arguments import (
+    RECIPES,
+    Words,
+    fill_environment,
+    mistakes_end_the_process,
+    read_recipe,
+    take_settings,
+)
 from llamafactory_ascend.patching import Patch, Target
+from llamafactory_ascend.report import parent
 
 
 def launch(original: Callable[[], Any]) -> Any:
-    """Check the recipe's ``ascend:`` block once, before torchrun multiplies its traceback by the ranks."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "help"
-    if command != "train":
+    """Check the recipe's ``ascend:`` block once, before torchrun multiplies a mistake by the ranks."""
+    if sys.argv[1:2] != ["train"]:
         return original()
-    run.current().settings = read_settings(settings.take(_recipe(sys.argv[2:]))[1])
-    for defaults in plugins.manager().hook.ascend_environment(command=command):
-        for name, value in defaults.items():
-            os.environ.setdefault(name, value)
-    return original()
+    recipe = check(sys.argv[2:])
+    fill_environment("train")
+    with parent.watch(recipe):
+        return original()
 
 
-def _recipe(words: list[str]) -> Any:
-    from llamafactory.hparams import parser as host
+def check(words: list[str]) -> Words:
+    """Read a command line and its settings; a mistake in these ends the process with exit code 2.
 
-    saved, sys.argv = sys.argv, [sys.argv[0], *words]
-    try:
-        return host.read_args()
-    finally:
-        sys.argv = saved
+    Returns:
+        What the host will read: a recipe with its overrides, or the words; [] if the recipe is unreadable.
+    """
+    found: Words = words
+    if words and words[0].endswith(RECIPES):
+        with mistakes_end_the_process():
+            overrides = settings.as_overrides(words[1:])
+        try:
+            found = read_recipe([words[0], *overrides])
+        except Exception:
+            return []  # no such file, broken YAML: the host says so in its own words
+    take_settings(found)
+    return found
 
 
 PATCHES = [
@@ -40,5 +53,6 @@ PATCHES = [
         parameters=(),
         why="Environment defaults of the device must be set before torchrun starts the ranks.",
         remove_when="the host offers a hook before it launches",
+        tested={"c696e9239335": "llamafactory 0.9.5", "f3df2beb964f": "llamafactory-kt 0.9.6.dev0"},
     ),
 ]

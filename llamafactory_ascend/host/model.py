@@ -15,7 +15,7 @@ def load_model(
     is_trainable: bool = False,
     add_valuehead: bool = False,
 ) -> Any:
-    """Call the plugins around the build of the model that will be trained; reference models pass untouched."""
+    """Call the plugins around the build of the model that is trained; reference models pass untouched."""
     now, hook = run.current(), plugins.manager().hook
     if not is_trainable or now.arguments is None:
         return original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
@@ -33,5 +33,6 @@ PATCHES = [
         parameters=("tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead"),
         why="The host has no hook around the build of the model.",
         remove_when="the host offers such a hook",
+        tested={"90f2a445a1d0": "llamafactory 0.9.5", "4a20136d5a04": "llamafactory-kt 0.9.6.dev0"},
     ),
 ]

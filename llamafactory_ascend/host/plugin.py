@@ -1,12 +1,20 @@
-"""The host's side as a plugin: all patches of this package."""
+"""The host's side as a plugin: all patches of this package, and the kernel it brings."""
 
 from llamafactory_ascend.hookspecs import hookimpl
+from llamafactory_ascend.kernels.backends import Backend
 from llamafactory_ascend.patching import Patch
 
 
 @hookimpl
 def ascend_patches() -> list[Patch]:
-    from llamafactory_ascend.host import arguments, checkpointing, launching, model, trainer
+    from llamafactory_ascend.host import arguments, checkpointing, kernels, launching, model, sharding, trainer
 
-    modules = (launching, arguments, model, checkpointing, trainer)
+    modules = (launching, arguments, model, kernels, checkpointing, sharding, trainer)
     return [patch for module in modules for patch in module.PATCHES]
+
+
+@hookimpl
+def ascend_kernels() -> list[Backend]:
+    from llamafactory_ascend.host import kernels
+
+    return list(kernels.BACKENDS)
