@@ -1,0 +1,41 @@
+"""Proof of the adapter while a run goes on: every checkpoint is checked as soon as it is on disk."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from llamafactory_ascend.checks.adapter import check
+
+if TYPE_CHECKING:
+    from llamafactory_ascend.run import Run
+
+
+class AdapterProof(TrainerCallback):  # type: ignore[misc]
+    """Checks checkpoints, and remembers whether anything can have been learned yet.
+
+    Attributes:
+        expected: key in the file -> shape, None where the model has no adapter that PEFT knows.
+        trained: an optimizer step with a learning rate above 0 was made in this process.
+    """
+
+    def __init__(self, run: "Run", expected: Mapping[str, tuple[int, ...]] | None) -> None:
+        self.run, self.expected, self.trained = run, expected, False
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        # A warm-up starts at 0, and a gradient scaler skips steps whose gradients overflow.
+        if not self.trained and optimizer is not None and not getattr(optimizer, "step_was_skipped", False):
+            self.trained = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        result = check(folder, self.expected, self.trained)
+        section = self.run.facts.setdefault("adapter", {})
+        section.setdefault("checkpoints", {})[folder.name] = {"ok": result.ok, "sha256": result.sha256}
+        for problem in result.problems:
+            self.run.find("error", "adapter", f"{folder.name}: {problem}")

@@ -1,0 +1,63 @@
+"""The adapter is checked when it is saved; a run that ends with a broken one fails."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from llamafactory_ascend.features.adapter import check_adapter
+from llamafactory_ascend.features.adapter_proof import AdapterProof
+from llamafactory_ascend.run import Run
+from tests.running import Train
+
+# A plugin that halves every matrix of the adapter after the last save, before ours looks at it.
+DAMAGE = """
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from llamafactory_ascend import hookimpl
+
+@hookimpl
+def ascend_saved(run, trainer):
+    file = Path(run.arguments.training.output_dir) / "adapter_model.safetensors"
+    save_file({key: value[: len(value) // 2].clone() for key, value in load_file(file).items()}, file)
+"""
+
+
+def install(folder: Path, code: str) -> str:
+    """Put a third-party plugin into a folder and return the PYTHONPATH that finds it."""
+    metadata = folder / "damage-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: damage\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[llamafactory_ascend]\ndamage = damage_plugin\n")
+    (folder / "damage_plugin.py").write_text(code)
+    return os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+
+
+def test_a_broken_adapter_fails_the_run(train: Train, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": install(tmp_path / "plugin", DAMAGE)}
+    result = train(env=env, max_steps=2, save_strategy="steps", save_steps=1)
+    assert result.code != 0
+    assert f"the adapter in {result.output} is not whole:" in result.text
+    assert "lora_A has 4 rows, the rank is 8: 4 of 4 modules" in result.text
+    adapter = result.report["ranks"][0]["adapter"]
+    assert not adapter["ok"]
+    assert {name: entry["ok"] for name, entry in adapter["checkpoints"].items()} == {
+        "checkpoint-1": True,
+        "checkpoint-2": True,
+    }
+    assert result.report["failures"][0]["type"] == "AscendError"
+    assert check_adapter(result.output / "checkpoint-2").ok
+
+
+def test_nothing_is_learned_without_a_learning_rate() -> None:
+    proof = AdapterProof(Run(), None)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    proof.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert not proof.trained
+    optimizer.param_groups[0]["lr"] = 1e-4
+    optimizer.step_was_skipped = True  # as accelerate's optimizer says of an overflow in float16
+    proof.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert not proof.trained
+    optimizer.step_was_skipped = False
+    proof.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert proof.trained
