@@ -12,4 +12,5 @@ if TYPE_CHECKING:
 @hookimpl
 def ascend_report_sections(run: "Run") -> dict[str, Any]:
     """Return `memory`: bytes allocated and reserved now and at the peak; null on a CPU."""
-    return {"memory": device.memory(device.decide().type)}
+    used = run.arguments.training.device.type if run.arguments else device.decide().type
+    return {"memory": device.memory(used)}

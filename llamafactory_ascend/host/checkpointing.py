@@ -20,11 +20,12 @@ def gradient_checkpointing_enable(
     Models of the old format (their class takes ``value``) have no function to replace; they, Unsloth and a
     recipe with ``ascend.checkpointing: off`` keep the host's.
     """
+    now = run.current()
     old_format = "value" in inspect.signature(model._set_gradient_checkpointing).parameters
-    if run.current().settings.checkpointing == "off" or use_unsloth_gc or not model.supports_gradient_checkpointing:
+    if now.settings.checkpointing == "off" or use_unsloth_gc or not model.supports_gradient_checkpointing:
         original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
     elif old_format:
-        run.current().decide("checkpointing", "left to the host", f"{type(model).__name__} has the old format")
+        now.decide("checkpointing", "left to the host", f"{type(model).__name__} has the old format")
         original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
     else:
         checkpointing.enable(model, **(gradient_checkpointing_kwargs or {}))
@@ -36,9 +37,10 @@ PATCHES = [
         targets=(Target("llamafactory.model.model_utils.checkpointing", "_gradient_checkpointing_enable"),),
         around=gradient_checkpointing_enable,
         parameters=("self", "gradient_checkpointing_kwargs", "use_unsloth_gc"),
+        tested={"0ad968847baf": "0.9.5 and 0.9.6.dev0"},
         why=(
-            "Stock checkpoints only layers that own a trainable parameter, and `gradient_checkpointing: true` "
-            "turns them re-entrant at train begin whatever `use_reentrant_gc` says."
+            "Stock checkpoints only layers that own a trainable parameter; `gradient_checkpointing: true` "
+            "turns them re-entrant as training begins, whatever `use_reentrant_gc` says."
         ),
         remove_when="the host checkpoints frozen layers in the backward path and defaults to non-re-entrant",
         upstream="https://github.com/huggingface/transformers/issues/28339",
