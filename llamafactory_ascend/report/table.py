@@ -1,64 +1,171 @@
 """The report as a table in the log."""
 
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from llamafactory_ascend.report.document import failure_line, list_ranks
 
 MIB = 1 << 20
+WIDTH = 110  # a log file is not a terminal: rich would fold the table at 80 columns
+NAME_WIDTH = 28
+LONGEST_SECTION = 500  # characters
+ABOUT_THE_RANK = {"rank", "hostname", "pid"}
+Row = tuple[str, str]
 
 
 def show(report: dict[str, Any], path: Path) -> None:
-    """Print the report on stderr, where the host logs."""
+    """Print the report on stderr, where the host logs; nothing where there is no report."""
     if report:
-        # A log file is not a terminal: without a width rich would fold the table at 80 columns.
-        console = Console(stderr=True, highlight=False, width=110 if not Console(stderr=True).is_terminal else None)
-        console.print(render(report, path))
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed; the file is written all the same
+            print(draw(report, path, sys.stderr), file=sys.stderr, flush=True)
 
 
-def render(report: dict[str, Any], path: Path) -> Table:
-    """Return the table: a line for each thing a reader asks after a run."""
-    table = Table(title=f"llamafactory-ascend: {report['state']}", show_header=False, title_justify="left")
-    table.add_column(style="bold")
+def draw(report: dict[str, Any], path: Path, file: IO[str]) -> str:
+    """Return the table as text for a terminal or a pipe: a line for each thing a reader asks after a run."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    title = f"llamafactory-ascend: {report['state']}"
+    table = Table(title=title, show_header=False, title_justify="left", box=box.SIMPLE)
+    table.add_column(style="bold", overflow="fold", max_width=NAME_WIDTH)
     table.add_column(overflow="fold")
-    for name, value in rows(report):
-        table.add_row(name, value)
-    table.add_row("report", str(path))
-    return table
+    for name, value in [*rows(report), ("report", str(path))]:
+        table.add_row(Text(name), Text(value))  # Text: a path or message with [brackets] is no markup
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(report: dict[str, Any]) -> list[Row]:
     """Return (name, text) of each line."""
-    device = report["device"]
-    found = [
-        ("steps", f"{report['last_step']} of {report['max_steps'] or '?'}"),
-        ("device", f"{device['count']} x {device['name']}" + (" (simulated NPU)" if device["simulated"] else "")),
-    ]
-    if report["explanation"]:
-        found.append(("explanation", report["explanation"]))
+    device, world = report["device"], report["world_size"]
+    found = [("explanation", report["explanation"])] if report["explanation"] else []
+    found.append(("steps", f"{report['last_step']} of {report['max_steps'] or '?'}"))
+    ranks = f"{world} ranks" if world > 1 else "1 rank"
+    simulated = " (simulated NPU)" if device["simulated"] else ""
+    found.append(("device", f"{ranks}, {device['name']}{simulated}"))
+    for number, failure in enumerate(report["failures"]):
+        found += _failure(failure, said=number == 0)
     for name, decision in report["decisions"].items():
         found.append((name, f"{decision['choice']} ({decision['reason']})"))
-    for rank in report["ranks"]:
-        found += _rank_rows(rank)
-    off = [patch for patch in report["patches"] if patch["state"] in ("planned", "failed")]
-    found.append(("patches", f"{len(report['patches']) - len(off)} in place"))
-    found += [(f"patch {patch['id']}", f"{patch['state']}: {patch['reason']}") for patch in off]
-    found += [(finding["level"], f"{finding['subject']}: {finding['message']}") for finding in report["findings"]]
+    found += _sections(report["ranks"])
+    found += _patches(report)
+    found += [
+        (finding["level"], f"{finding['subject']}: {finding['message']}") for finding in report["findings"]
+    ]
     return found
 
 
-def _rank_rows(rank: dict[str, Any]) -> list[tuple[str, str]]:
-    name = f"rank {rank['rank']}"
-    found = []
-    if counts := rank.get("checkpointing"):
-        parts = [
-            f"{component} {counts['checkpointed'].get(component, 0)} of {counts['expected'][component]} expected"
-            f" ({total} layers)"
-            for component, total in counts["layers"].items()
-        ]
-        found.append((f"{name} checkpointed", ", ".join(parts)))
-    if memory := rank.get("memory"):
-        peak = f"{memory['peak_allocated'] / MIB:.1f} MiB allocated, {memory['peak_reserved'] / MIB:.1f} MiB reserved"
-        found.append((f"{name} peak", peak))
+def _failure(failure: Mapping[str, Any], said: bool) -> list[Row]:
+    found = [] if said else [("then", failure_line(failure))]  # the explanation starts with the first
+    if memory := failure["memory"]:
+        keys = ("allocated", "reserved", "peak_allocated", "peak_reserved")
+        found.append((f"memory (rank {failure['rank']})", _memory(memory, keys)))
     return found
+
+
+def _patches(report: dict[str, Any]) -> list[Row]:
+    patches = report["patches"]
+    waiting = [patch["id"] for patch in patches if patch["state"] == "planned"]
+    off = [patch for patch in patches if patch["state"] in ("failed", "skipped", "reverted")]
+    text = f"{len(patches) - len(waiting) - len(off)} of {len(patches)} in place"
+    harmful = [difference for difference in report["patch_differences"] if difference["harmful"]]
+    if len(report["ranks"]) > 1:
+        text += " on rank 0, others differ" if harmful else " on every rank"
+    if waiting:
+        text += f"; not needed here: {', '.join(waiting)}"
+    found = [("patches", text)]
+    found += [(f"patch {patch['id']}", f"{patch['state']}: {patch['reason']}".rstrip(": ")) for patch in off]
+    for difference in harmful:
+        states = "; ".join(f"rank {ranks} {state}" for state, ranks in difference["states"].items())
+        found.append((f"patch {difference['id']}", states))
+    return found
+
+
+def _sections(ranks: list[dict[str, Any]]) -> list[Row]:
+    """Return a line per section where all ranks say the same, else one per group of ranks that do."""
+    found: list[Row] = []
+    names = dict.fromkeys(name for rank in ranks for name in rank if name not in ABOUT_THE_RANK)
+    for name in names:
+        if name == "memory":
+            found += _peaks(ranks)
+            continue
+        groups: dict[tuple[Row, ...], list[int]] = defaultdict(list)
+        for rank in ranks:
+            section = rank.get(name)
+            lines = _checkpointing(section) if name == "checkpointing" and section else _section(section)
+            groups[tuple((f"{name} {label}".strip(), text) for label, text in lines)].append(rank["rank"])
+        speaking = {group: members for group, members in groups.items() if group}
+        for group, members in speaking.items():
+            where = "" if len(speaking) == 1 else f" (rank {list_ranks(members)})"
+            found += [(label + where, text) for label, text in group]
+    return found
+
+
+def _section(section: Any) -> list[Row]:
+    """Return the lines of a section nobody here knows: its values on one, each problem on its own."""
+    if section is None or section == {}:
+        return []
+    if not isinstance(section, Mapping):
+        return [("", _value(section))]
+    texts = ["ok" if section["ok"] else "NOT OK"] if "ok" in section else []
+    for key, value in section.items():
+        if key not in ("problems", "warnings", "ok") and value not in (None, "", [], {}):
+            texts.append(f"{key.replace('_', ' ')} {_value(value)}")
+    text = ", ".join(texts)
+    if len(text) > LONGEST_SECTION:
+        text = f"{text[:LONGEST_SECTION]}... (all of it is in the file)"
+    found = [("", text)] if text else []
+    found += [("problem", str(problem)) for problem in section.get("problems") or []]
+    return found + [("warning", str(warning)) for warning in section.get("warnings") or []]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{key} {_value(item)}" for key, item in value.items()) + ")"
+    if isinstance(value, list):
+        if value and isinstance(value[0], Mapping):
+            return str(len(value))  # what each is stands in the file
+        shown = ", ".join(_value(item) for item in value[:3])
+        return shown if len(value) <= 3 else f"{shown} and {len(value) - 3} more"
+    return str(value)
+
+
+def _checkpointing(counts: Mapping[str, Any]) -> list[Row]:
+    done, due = counts["checkpointed"], counts["expected"]
+    parts = [
+        f"{component} {done.get(component, 0)} of {due.get(component, 0)} expected ({total} layers)"
+        for component, total in counts["layers"].items()
+    ]
+    return [("", ", ".join(parts)), *(("problem", str(problem)) for problem in counts.get("problems") or [])]
+
+
+def _peaks(ranks: list[dict[str, Any]]) -> list[Row]:
+    known = [rank for rank in ranks if rank.get("memory")]
+    if not known:
+        return []
+    most = max(known, key=lambda rank: rank["memory"]["peak_allocated"])
+    text = _memory(most["memory"], ("peak_allocated", "peak_reserved"))
+    if len(known) > 1:
+        least = min(rank["memory"]["peak_allocated"] for rank in known)
+        text += f"; rank {most['rank']} of {len(known)}, the least {least / MIB:,.1f} MiB"
+    return [("memory", text)]
+
+
+def _memory(memory: Mapping[str, int], keys: tuple[str, ...]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {memory[key] / MIB:,.1f} MiB" for key in keys)

@@ -1,0 +1,79 @@
+"""The launcher's share of the report: it outlives its ranks and says what they no longer can."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llamafactory_ascend import log
+from llamafactory_ascend.report import document, files, lifecycle
+
+
+@contextlib.contextmanager
+def watch(recipe: Any) -> Iterator[None]:
+    """Name the run for all ranks, and close its report if torchrun, run inside, ends with an error.
+
+    Args:
+        recipe: what the host's ``read_args`` returns: a mapping, or the words of a command line.
+    """
+    os.environ[document.RUN_ID] = name = uuid.uuid4().hex[:16]
+    try:
+        yield
+    except (subprocess.CalledProcessError, KeyboardInterrupt) as error:
+        folder = output_dir(recipe)
+        if folder is not None and lifecycle.current() is None:  # else the run is in this process
+            code = error.returncode if isinstance(error, subprocess.CalledProcessError) else None
+            try:
+                close(folder, name, code, os.environ)
+            except Exception as problem:  # the user must see torchrun's error, not ours
+                log.warn(f"the run report {folder / files.NAME} cannot be closed: {problem}")
+        raise
+
+
+def output_dir(recipe: Any) -> Path | None:
+    """Return the recipe's ``output_dir``, None where it names none."""
+    if isinstance(recipe, Mapping):
+        found = recipe.get("output_dir")
+    else:
+        words = [part for word in recipe for part in str(word).split("=", 1)]
+        found = next((value for word, value in itertools.pairwise(words) if word == "--output_dir"), None)
+    return Path(str(found)).expanduser() if found else None
+
+
+def close(folder: Path, name: str, exit_code: int | None, environ: Mapping[str, str]) -> None:
+    """Write how torchrun ended and which ranks here had no last word; print the table for a dead rank 0.
+
+    Args:
+        name: the run's name that the ranks were given; a report of another run is left alone.
+        exit_code: None where the launcher itself was interrupted.
+    """
+    closed: dict[str, Any] = {}
+
+    def change(report: dict[str, Any]) -> dict[str, Any] | None:
+        if str(report.get("run", "")).partition(".")[0] != name:
+            return None  # no rank came as far as opening it
+        missing = sorted(local_ranks(report["world_size"], environ) - set(report["ended_ranks"]))
+        launcher = {"exit_code": exit_code, "unfinished_ranks": missing, "finished": document.now()}
+        closed.update(document.judged({**report, "launcher": launcher}))
+        return closed
+
+    if not folder.is_dir():
+        return
+    files.update(folder, change)
+    if closed and 0 in closed["launcher"]["unfinished_ranks"]:
+        from llamafactory_ascend.report.table import show
+
+        show(closed, folder / files.NAME)
+
+
+def local_ranks(world_size: int, environ: Mapping[str, str]) -> set[int]:
+    """Return the ranks that a launcher starts on this node; all of them where only the rendezvous knows."""
+    nodes, per_node = environ.get("NNODES", "1"), environ.get("NPROC_PER_NODE", "")
+    if nodes == "1" or "RDZV_ID" in environ or not per_node.isdigit():
+        return set(range(world_size))
+    first = int(environ.get("NODE_RANK", "0")) * int(per_node)
+    return set(range(first, first + int(per_node)))

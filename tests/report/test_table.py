@@ -1,0 +1,171 @@
+"""The table as a log file shows it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from llamafactory_ascend.report.table import draw
+
+MIB = 1 << 20
+
+
+def rank(number: int, peak: float = 10.0, **sections: Any) -> dict[str, Any]:
+    memory = {
+        "allocated": 0,
+        "reserved": 0,
+        "peak_allocated": int(peak * MIB),
+        "peak_reserved": 2 * int(peak * MIB),
+    }
+    layers = {"vision": 27, "text": 64}
+    checkpointing = {"layers": layers, "expected": layers, "checkpointed": layers, "problems": []}
+    return {
+        "rank": number,
+        "hostname": "n",
+        "pid": 1,
+        "memory": memory,
+        "checkpointing": checkpointing,
+        **sections,
+    }
+
+
+def patch(name: str, state: str = "hit", reason: str = "") -> dict[str, str]:
+    return {"id": name, "state": state, "reason": reason}
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    return {
+        "state": "completed",
+        "explanation": "",
+        "last_step": 4,
+        "max_steps": 4,
+        "world_size": 8,
+        "device": {"name": "Ascend910B3", "simulated": False},
+        "failures": [],
+        "decisions": {"checkpointing": {"choice": "every layer", "reason": "`ascend.checkpointing: full`"}},
+        "ranks": [rank(number) for number in range(8)],
+        "patches": [patch("a"), patch("b", "verified")],
+        "patch_differences": [],
+        "findings": [],
+        **changes,
+    }
+
+
+def lines(found: dict[str, Any], path: str = "out/ascend_report.json") -> list[str]:
+    return [
+        " ".join(line.split()) for line in draw(found, Path(path), io.StringIO()).splitlines() if line.strip()
+    ]
+
+
+def test_eight_ranks_that_agree_are_one_line_each() -> None:
+    assert lines(report()) == [
+        "llamafactory-ascend: completed",
+        "steps 4 of 4",
+        "device 8 ranks, Ascend910B3",
+        "checkpointing every layer (`ascend.checkpointing: full`)",
+        "memory peak allocated 10.0 MiB, peak reserved 20.0 MiB; rank 0 of 8, the least 10.0 MiB",
+        "checkpointing vision 27 of 27 expected (27 layers), text 64 of 64 expected (64 layers)",
+        "patches 2 of 2 in place on every rank",
+        "report out/ascend_report.json",
+    ]
+
+
+def test_ranks_that_differ_are_told_apart() -> None:
+    ranks = [rank(number, peak=10 + number) for number in range(8)]
+    for number in (3, 4):
+        ranks[number]["checkpointing"] = {
+            "layers": {"text": 64},
+            "expected": {"text": 64},
+            "checkpointed": {"text": 60},
+            "problems": ["4 layers never ran"],
+        }
+    found = " ".join(lines(report(ranks=ranks)))
+    assert "peak allocated 17.0 MiB, peak reserved 34.0 MiB; rank 7 of 8, the least 10.0 MiB" in found
+    assert "checkpointing (rank 0-2,5-7) vision 27 of 27 expected (27 layers), text 64" in found
+    assert "checkpointing (rank 3-4) text 60 of 64 expected (64 layers)" in found
+    assert "4 layers never ran" in found
+
+
+def test_sections_of_other_plugins() -> None:
+    sections = {
+        "adapter": {
+            "ok": False,
+            "tensors": 128,
+            "path": "out/adapter_model.safetensors",
+            "problems": ["3 tensors are zero"],
+        },
+        "sharding": {"version": 2, "modules": 92, "by_class": {"Qwen3_5DecoderLayer": 64}, "even": True},
+        "gradients": {
+            "trainable": 128,
+            "without_gradient": [{"name": "a"}, {"name": "b"}],
+            "norm": 0.28612345,
+        },
+        "empty": None,
+        "long": {"values": {str(number): number for number in range(200)}},
+        "names": ["a", "b", "c", "d", "e"],
+    }
+    found = lines(report(world_size=1, ranks=[rank(0, **sections)]))
+    assert "adapter NOT OK, tensors 128, path out/adapter_model.safetensors" in found
+    assert "adapter problem 3 tensors are zero" in found
+    assert "sharding version 2, modules 92, by class (Qwen3_5DecoderLayer 64), even yes" in found
+    assert "gradients trainable 128, without gradient 2, norm 0.2861" in found
+    assert "names a, b, c and 2 more" in found
+    assert not any("empty" in line for line in found)
+    assert "... (all of it is in the file)" in " ".join(found)
+
+
+def test_a_section_that_only_rank_0_has_needs_no_rank() -> None:
+    ranks = [rank(number, adapter=None) for number in range(8)]
+    ranks[0]["adapter"] = {"ok": True, "tensors": 128, "warnings": ["no config beside it"]}
+    found = lines(report(ranks=ranks))
+    assert "adapter ok, tensors 128" in found and "adapter warning no config beside it" in found
+
+
+def test_a_failure() -> None:
+    memory = {"allocated": MIB, "reserved": 2 * MIB, "peak_allocated": 3 * MIB, "peak_reserved": 4 * MIB}
+    first = {"rank": 1, "phase": "backward", "step": 3, "type": "OutOfMemoryError", "headline": "no"}
+    failures = [{**first, "memory": memory}, {**first, "rank": 0, "memory": None}]
+    found = lines(report(state="failed", explanation="why", failures=failures, last_step=3))
+    assert found[:6] == [
+        "llamafactory-ascend: failed",
+        "explanation why",
+        "steps 3 of 4",
+        "device 8 ranks, Ascend910B3",
+        "memory (rank 1) allocated 1.0 MiB, reserved 2.0 MiB, peak allocated 3.0 MiB, peak reserved 4.0 MiB",
+        "then rank 0 failed in backward after step 3: OutOfMemoryError: no",
+    ]
+
+
+def test_patches_that_are_not_in_place() -> None:
+    patches = [
+        patch("a"),
+        patch("b", "failed", "refused"),
+        patch("c", "planned"),
+        patch("d", "skipped", "fixed in 1.0"),
+    ]
+    differences = [
+        {"id": "a", "harmful": True, "states": {"hit": "0", "failed: gone": "1-7"}},
+        {"id": "z", "harmful": False, "states": {"hit": "0", "verified": "1-7"}},
+    ]
+    found = lines(report(patches=patches, patch_differences=differences))
+    start = found.index("patches 1 of 4 in place on rank 0, others differ; not needed here: c")
+    assert found[start + 1 : start + 4] == [
+        "patch b failed: refused",
+        "patch d skipped: fixed in 1.0",
+        "patch a rank 0 hit; rank 1-7 failed: gone",
+    ]
+
+
+def test_brackets_and_chinese_are_text() -> None:
+    found = report(
+        findings=[{"level": "warning", "subject": "data", "message": "row 3 [/bold] 数据 :smile:"}]
+    )
+    assert "warning data: row 3 [/bold] 数据 :smile:" in lines(found)
+
+
+def test_no_line_is_wider_than_a_log_or_ends_in_blanks() -> None:
+    found = report(
+        explanation="word " * 60, findings=[{"level": "note", "subject": "x" * 200, "message": "y" * 300}]
+    )
+    text = draw(found, Path("/" + "long/" * 60), io.StringIO())
+    assert max(map(len, text.splitlines())) <= 110
+    assert all(line == line.rstrip() for line in text.splitlines())
