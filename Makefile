@@ -1,0 +1,35 @@
+# make demo | test | lint | docs    VENV=DIR uses another virtual environment, PYTHON=... another Python (3.11+)
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.llamafactory-ascend-ready
+HOST := llamafactory==0.9.5 torch==2.10.0 torchvision==0.25.0 torchaudio==2.10.0
+
+# One thread per process: the tests run two processes at a time, and results do not depend on the machine.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint docs
+
+demo: $(READY)
+	$(BIN)/python -m demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(READY)
+	LLAMAFACTORY_ASCEND_PLUGINS=none $(BIN)/llamafactory-ascend patches > docs/patches.md.new
+	mv docs/patches.md.new docs/patches.md
+
+# The file says that the environment is complete; a changed pyproject.toml makes pip look again.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(HOST)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
