@@ -44,8 +44,6 @@ def ascend_after_model(run: Any, model: Any) -> None:
         if HERE and len(steps) == 3:
             if KIND == "memory":
                 output["loss"].register_hook(in_backward)
-            if KIND == "leave":
-                os._exit(7)
             if KIND == "kill":
                 os.kill(os.getpid(), 9)
 

@@ -190,6 +190,8 @@ lifecycle.begin(make_run(Path(sys.argv[1]), do_train={do_train}), {{}})
         (True, "raise ValueError('nobody catches this')", "failed", 1),
         (True, "raise KeyboardInterrupt", "failed", -2),
         (True, "pass", "unfinished", 0),
+        (True, "import os; os._exit(7)", "unfinished", 7),
+        (True, "import os; os.kill(os.getpid(), 15)", "unfinished", -15),
         (True, "lifecycle.finished()", "completed", 0),
         (False, "pass", "completed", 0),
         (

@@ -84,13 +84,6 @@ def test_an_interrupted_run_keeps_its_exit_code(start: Start, tmp_path: Path) ->
     assert report["failures"][0]["type"] == "KeyboardInterrupt"
 
 
-def test_a_terminated_run_is_not_completed(start: Start, tmp_path: Path) -> None:
-    process, output = start(signal.SIGTERM, tmp_path / "out")
-    report = files.read(output / files.NAME)
-    assert process.returncode == -signal.SIGTERM
-    assert (report["state"], report["last_step"]) == ("unfinished", 3)
-
-
 def test_a_refused_run_says_why(sabotaged: Callable[..., Result]) -> None:
     result = sabotaged("refuse")
     assert result.code == 1 and result.report["state"] == "refused"
@@ -104,12 +97,7 @@ def test_an_exit_in_an_evaluation_keeps_its_code_and_is_no_success(sabotaged: Ca
     assert result.code == 3 and result.report["state"] == "failed"
     (failure,) = result.report["failures"]
     assert (failure["phase"], failure["type"], failure["step"]) == ("evaluation", "SystemExit", 2)
-
-
-def test_a_run_that_leaves_without_a_word(sabotaged: Callable[..., Result]) -> None:
-    result = sabotaged("leave")
-    assert result.code == 7
-    assert (result.report["state"], result.report["last_step"]) == ("unfinished", 2)
+    assert result.report["ranks"][0]["saboteur"] == {"loss": "NaN"}  # strict JSON, whatever a plugin returns
 
 
 def test_a_broken_report_hook_is_a_finding(sabotaged: Callable[..., Result]) -> None:
@@ -119,12 +107,6 @@ def test_a_broken_report_hook_is_a_finding(sabotaged: Callable[..., Result]) -> 
     assert "ascend_report_sections failed: ZeroDivisionError: no section today" in finding["message"]
     assert result.report["ranks"][0]["memory"]["peak_allocated"] > 0
     assert result.text.count("llamafactory-ascend: completed") == 1
-
-
-def test_nan_in_a_section_is_json(sabotaged: Callable[..., Result]) -> None:
-    result = sabotaged("none", max_steps=1)
-    text = (result.output / files.NAME).read_text(encoding="utf-8")
-    assert "NaN," not in text and result.report["ranks"][0]["saboteur"] == {"loss": "NaN"}
     assert result.report["device"]["simulated"] and result.report["device"]["type"] == "npu"
     assert result.report["versions"]["cann"] == "8.5.0"
     assert {patch["state"] for patch in result.report["patches"]} <= {"hit", "verified", "planned", "skipped"}
