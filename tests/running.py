@@ -123,12 +123,19 @@ class Train:
             cwd=self.folder,
         )
         lines = records.read_text().splitlines() if records.exists() else []
-        return Result(process.returncode, process.stdout, Path(recipe["output_dir"]), [json.loads(x) for x in lines])
+        return Result(
+            process.returncode, process.stdout, Path(recipe["output_dir"]), [json.loads(x) for x in lines]
+        )
 
 
 def environment(ranks: int = 1, npu: bool = True, plugin: bool = True) -> dict[str, str]:
     """The environment of a run: on simulated NPUs or a plain CPU, with or without the plugin."""
-    env = {**os.environ, "SIM_NPU_DEVICES": str(ranks), "SIM_NPU_TRACE": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "SIM_NPU_DEVICES": str(ranks),
+        "SIM_NPU_TRACE": "1",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
     env["LLAMAFACTORY_ASCEND"] = "1" if plugin else "0"
     if not npu:
         env["PYTHONPATH"] = ""

@@ -1,4 +1,4 @@
-"""Proof of the adapter while a run goes on: every checkpoint is checked as soon as it is on disk."""
+"""Proof of the adapter while a run goes on: every checkpoint is checked once it is on disk."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +22,7 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, run: "Run", expected: Mapping[str, tuple[int, ...]] | None) -> None:
         self.run, self.expected, self.trained = run, expected, False
+        self.pending: Path | None = None
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -31,9 +32,21 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
             self.trained = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not args.should_save:
+        # The host's reward and PPO trainers rewrite the files in an on_save that comes after this one.
+        if args.should_save:
+            self.pending = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.judge()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.judge()
+
+    def judge(self) -> None:
+        """Check the checkpoint that was saved last, unless `save_total_limit` has already deleted it."""
+        folder, self.pending = self.pending, None
+        if folder is None or not folder.is_dir():
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         result = check(folder, self.expected, self.trained)
         section = self.run.facts.setdefault("adapter", {})
         section.setdefault("checkpoints", {})[folder.name] = {"ok": result.ok, "sha256": result.sha256}

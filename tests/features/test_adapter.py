@@ -2,8 +2,10 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 from llamafactory_ascend.features.adapter import check_adapter
 from llamafactory_ascend.features.adapter_proof import AdapterProof
@@ -61,3 +63,24 @@ def test_nothing_is_learned_without_a_learning_rate() -> None:
     optimizer.step_was_skipped = False
     proof.on_optimizer_step(None, None, None, optimizer=optimizer)
     assert proof.trained
+
+
+def test_a_checkpoint_is_checked_after_every_callback_has_written_it(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    run = Run()
+    proof = AdapterProof(run, None)
+    arguments = SimpleNamespace(should_save=True, output_dir=str(tmp_path))
+    proof.on_save(arguments, SimpleNamespace(global_step=7), None)
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0"]))
+    model.save_pretrained(tmp_path / "checkpoint-7")  # as the host does for a model with a value head
+    proof.on_step_begin(arguments, None, None)
+    assert run.facts["adapter"]["checkpoints"]["checkpoint-7"]["ok"]
+    assert run.findings == []
+
+    proof.on_save(arguments, SimpleNamespace(global_step=8), None)
+    (tmp_path / "checkpoint-8").mkdir()
+    proof.on_train_end(arguments, None, None)
+    assert not run.facts["adapter"]["checkpoints"]["checkpoint-8"]["ok"]
+    assert [finding.level for finding in run.findings] == ["error", "error"]
+    assert "no adapter was written" in run.findings[1].message

@@ -1,0 +1,176 @@
+"""The plan for a training: when nothing is replaced, what is refused, who else replaces operators."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features import kernels
+from llamafactory_ascend.run import Arguments, Run
+from llamafactory_ascend.settings import read
+from tests.conftest import SIMULATOR_MISSING
+from tests.kernels import tiny
+
+needs_npu = pytest.mark.skipif(bool(SIMULATOR_MISSING), reason=str(SIMULATOR_MISSING))
+RULE = {"gated_delta_rule": "pytorch", "causal_conv1d": "pytorch"}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No plan is left in this process, and nothing of it in Transformers."""
+    yield
+    forget()
+
+
+def forget() -> None:
+    for plan in kernels._plans:
+        plan.done.revert()
+    kernels._plans.clear()
+
+
+def arguments(device: str = "npu", stage: str = "sft", path: str = "hub/name", **changes: Any) -> Arguments:
+    model = {"model_name_or_path": path, "use_v1_kernels": False, "enable_liger_kernel": False}
+    data = {"packing": None, "neat_packing": False}
+    return Arguments(
+        model=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
+        data=SimpleNamespace(**{key: changes.get(key, value) for key, value in data.items()}),
+        training=SimpleNamespace(device=torch.device(device), do_train=changes.get("do_train", True)),
+        finetuning=SimpleNamespace(stage=stage),
+        generating=None,
+    )
+
+
+def run(setting: Any) -> Run:
+    return Run(settings=read({"kernels": setting}, "test.yaml"))
+
+
+def prepare(setting: Any, model_type: str = "qwen3_5", **changes: Any) -> Run:
+    now = run(setting)
+    kernels.prepare(now, arguments(**changes), model_type)
+    return now
+
+
+@needs_npu
+def test_auto_on_an_npu() -> None:
+    now = prepare("auto")
+    found = {name: decision.choice for name, decision in now.decisions.items()}
+    assert found["kernels.gated_delta_rule"] == "pytorch" and found["kernels.rope"] == "torch_npu"
+    assert "fla: flash-linear-attention is not installed" in now.decisions["kernels.gated_delta_rule"].reason
+    assert kernels.replaces("gated_delta_rule") and not kernels.replaces("rms_norm")
+
+
+def test_auto_elsewhere_replaces_nothing() -> None:
+    now = prepare("auto", device="cpu")
+    assert {decision.choice for decision in now.decisions.values()} == {"transformers"}
+    model = tiny.build("qwen3_5_text")
+    kernels.ascend_after_model(now, model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert now.findings == [] and kernels.ascend_trainer_callbacks(now, None) == []  # type: ignore[arg-type]
+
+
+def test_off() -> None:
+    assert prepare("off", device="cpu").decisions["kernels"].choice == "left as they are"
+    assert kernels.plan() is None and kernels.ascend_report_sections(Run()) == {"kernels": None}
+
+
+def test_a_name_that_cannot_be_used() -> None:
+    with pytest.raises(AscendError, match="fla cannot be used: it runs on npu, this is cpu"):
+        prepare({"gated_delta_rule": "fla"}, device="cpu")
+
+
+@needs_npu
+def test_other_replacements_are_respected() -> None:
+    """Norms, rope and SwiGLU are theirs; the rule, which neither has, stays ours."""
+    for key, word in (("use_v1_kernels", "host's own kernels"), ("enable_liger_kernel", "Liger")):
+        forget()
+        now = prepare("auto", **{key: True})
+        for operator in kernels.FUSED:
+            if operator != "rms_norm":  # which this family does not have
+                decision = now.decisions[f"kernels.{operator}"]
+                assert decision.choice == "transformers" and word in decision.reason
+        assert now.decisions["kernels.gated_delta_rule"].choice == "pytorch"
+    forget()
+    with pytest.raises(AscendError, match="use_v1_kernels"):
+        prepare({"rope": "torch_npu"}, use_v1_kernels=True)
+
+
+@needs_npu
+@pytest.mark.parametrize("key", ["packing", "neat_packing"])
+def test_packing_without_boundaries_is_refused(key: str) -> None:
+    for setting in ("off", {"gated_delta_rule": "off"}, {"causal_conv1d": "off"}):
+        with pytest.raises(AscendError, match="from one packed sample into the next") as caught:
+            prepare(setting, **{key: True})
+        assert "neat_packing: false" in caught.value.hint
+    prepare("auto", **{key: True})
+    plan = kernels.plan()
+    assert plan is not None and plan.packed
+
+
+@needs_npu
+def test_packing_that_mixes_nothing() -> None:
+    """A dense model has no state to carry, and pre-training joins its texts by design."""
+    prepare("off", "qwen3", neat_packing=True)
+    prepare("off", stage="pt", packing=True)
+
+
+def test_packing_elsewhere_is_a_warning() -> None:
+    now = prepare("off", device="cpu", neat_packing=True)
+    assert [finding.level for finding in now.findings] == ["warning"]
+    forget()
+    assert prepare(RULE, device="cpu", neat_packing=True).findings == []
+
+
+def test_experimental_is_noted() -> None:
+    now = prepare({"gated_delta_rule": "pytorch"}, "qwen3_5_moe", device="cpu")
+    assert [finding.level for finding in now.findings] == ["note"]
+    assert "experimental" in now.findings[0].message
+
+
+def test_a_local_model_is_judged_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}), encoding="utf-8")
+    now = run(RULE)
+    kernels.ascend_arguments(now, arguments("cpu", path=str(tmp_path)))
+    assert kernels.replaces("gated_delta_rule")
+    kernels.ascend_arguments(now, arguments("cpu"))  # another training: of a model that is not here yet
+    assert kernels.plan() is None
+    kernels.ascend_arguments(now, arguments("cpu", path=str(tmp_path), do_train=False))
+    assert kernels.plan() is None
+
+
+@needs_npu
+def test_a_gated_norm_made_for_cuda_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch_npu's CUDA disguise, flash-linear-attention's class is chosen and asks for a CUDA device."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(modeling, "FusedRMSNormGated", build, raising=False)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        tiny.build("qwen3_5_text")
+    now = prepare("auto")
+    model: Any = tiny.build("qwen3_5_text")
+    assert type(model.model.layers[0].linear_attn.norm).__name__ == "Qwen3_5RMSNormGated"
+    assert now.decisions["kernels.gated_norm_class"].choice == "Transformers' own"
+    forget()  # while what it puts back is still this test's
+
+
+def test_nothing_to_replace_is_a_miss() -> None:
+    """A recipe that names a kernel must get it: here the model has none of the layers."""
+    now = prepare(RULE, device="cpu")
+    with pytest.raises(AscendError, match="no module of Linear holds it"):
+        kernels.ascend_after_model(now, torch.nn.Linear(2, 2))
+
+
+def test_report() -> None:
+    now = prepare(RULE, device="cpu")
+    kernels.ascend_after_model(now, tiny.build("qwen3_5_text"))
+    section = kernels.ascend_report_sections(now)["kernels"]
+    assert json.loads(json.dumps(section)) == section
+    assert section["choices"]["gated_delta_rule"]["backend"] == "pytorch"
+    assert [switch["operator"] for switch in section["switches"]] == ["gated_delta_rule", "causal_conv1d"]
