@@ -38,9 +38,8 @@ def main() -> int:
     OUT.mkdir(exist_ok=True)
     reason = unavailable_reason()
     where = "the CPU" if reason else "the simulated NPU"
-    console.print(
-        f"Training on {where}" + (f": {reason}" if reason else ". No figure below is one of real hardware.")
-    )
+    why = f": {reason}" if reason else ". No figure below is one of real hardware. The first run compiles it."
+    console.print(f"Training on {where}{why}")
     model = OUT / "model"
     if not model.exists():
         console.print("Building a tiny Qwen3.5 hybrid with random weights")

@@ -50,7 +50,8 @@ def test_doctor_on_a_sound_installation() -> None:
     assert found["device"]["type"] == "npu" and found["device"]["simulated"]
     states = {patch["id"]: patch["state"] for patch in found["patches"]}
     assert states["checkpointing.enable"] == "verified" and "failed" not in states.values()
-    assert {patch["source"] for patch in found["patches"]} <= {"still needed", "fixed upstream"}
+    sources = {patch["source"] for patch in found["patches"] if patch["state"] != "skipped"}
+    assert sources == {"still needed"}  # of a host that is tested, every source is known
     assert found["versions"]["torch"].startswith("2.") and found["versions"]["llamafactory"].startswith(
         "0.9."
     )

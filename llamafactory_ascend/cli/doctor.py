@@ -116,7 +116,8 @@ def show(diagnosis: Diagnosis) -> None:
         for column in ("patch", "state", "source of the host", "replaces"):
             table.add_column(column, overflow="fold")
         for patch in diagnosis.patches:
-            table.add_row(*(escape(str(patch[key])) for key in ("id", "state", "source", "target")))
+            cells = (patch["id"], patch["state"], patch["source"] or "not in this host", patch["target"])
+            table.add_row(*(escape(cell) for cell in cells))
         console.print(table)
 
     colour = {"error": "red", "warning": "yellow", "note": "cyan"}
