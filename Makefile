@@ -1,4 +1,4 @@
-# make demo | test | lint | docs    VENV=DIR uses another virtual environment, PYTHON=... another Python (3.11+)
+# make demo | test | test-next-host | lint | docs    VENV=DIR uses another virtual environment, PYTHON=... another Python (3.11+)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -10,13 +10,22 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs
+NEXT := $(VENV)-next
+# What depends on the host: where it is entered, what checkpointing, FSDP and the report do in it.
+NEXT_TESTS := tests/test_autoload.py tests/features/test_checkpointing_runs.py tests/features/test_sharding.py \
+	tests/report/test_runs.py tests/test_cli.py::test_doctor_on_a_sound_installation
+
+.PHONY: demo test test-next-host lint docs
 
 demo: $(READY)
 	$(BIN)/python -m demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+test-next-host: $(READY)
+	$(BIN)/python -m tests.next_host $(NEXT)
+	$(NEXT)/bin/python -m pytest -n 2 $(NEXT_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -39,6 +39,12 @@ BUILT_IN = (
     "llamafactory_ascend.features.adapter",
     "llamafactory_ascend.features.memory",
 )
+ELEMENTS: dict[str, type] = {  # what the list or the mapping that a hook returns must hold
+    "ascend_patches": Patch,
+    "ascend_preflight": run.Finding,
+    "ascend_environment": str,
+    "ascend_kernels": Backend,
+}
 # Built-in hooks that change nothing: one that breaks is a finding. The others change the run before it
 # starts, and half a change is worse than a stop.
 OBSERVING = {"ascend_preflight", "ascend_trainer_callbacks", "ascend_saved", "ascend_report_sections"}
@@ -148,10 +154,9 @@ def _checked(plugin: str, hook: str, result: Any) -> Any:
         return None
     kind = {"list": list, "dict": dict}[str(expected).partition("[")[0]]
     items = result.values() if isinstance(result, dict) else result
-    element = {"ascend_patches": Patch, "ascend_preflight": run.Finding, "ascend_environment": str, "ascend_kernels": Backend}.get(
-        hook, object
-    )
-    if not isinstance(result, kind) or not all(isinstance(item, element) for item in items):
+    if not isinstance(result, kind) or not all(
+        isinstance(item, ELEMENTS.get(hook, object)) for item in items
+    ):
         raise TypeError(f"returned {result!r}, not {expected}")
     if hook == "ascend_report_sections":
         json.dumps(result)

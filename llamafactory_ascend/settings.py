@@ -2,7 +2,8 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -30,8 +31,8 @@ class Settings(BaseModel):
     kernels: Literal["auto", "off"] | dict[str, str] = Field(
         default="off",
         description=(
-            "`auto`: on an NPU, the first usable back end for each operator; `off`: leave every operator to "
-            "Transformers and the host; or a block of operator: back end, `auto` or `off` (see docs/kernels.md)."
+            "`auto`: on an NPU, the first usable back end for each operator; `off`: leave every one to "
+            "Transformers and the host; or operator: back end pairs, `auto` or `off`; see docs/kernels.md."
         ),
     )
     plugins: dict[str, dict[str, Any]] = Field(
@@ -191,9 +192,9 @@ def _row(name: str, field: FieldInfo) -> str:
     annotation = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "\n".join(_row(f"{name}.{inner}", value) for inner, value in annotation.model_fields.items())
-    default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True).split(
-        "\n"
-    )[0]
+    default = field.get_default(call_default_factory=True)
+    if not isinstance(default, str):
+        default = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
     cells = [f"`{name}`", f"`{_kind(annotation)}`", f"`{default}`", field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -201,6 +202,8 @@ def _row(name: str, field: FieldInfo) -> str:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(_kind(part) for part in get_args(annotation))
     return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__
 
 

@@ -22,7 +22,11 @@ OWN = (
     "setuptools",
     "pkg_resources",
 )
-SCRIPTS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+SCRIPTS = {
+    "torchrun": "from torch.distributed.run import main",
+    "accelerate": "from accelerate.commands.accelerate_cli import main",
+    "llamafactory-ascend": "from llamafactory_ascend.cli import app as main",
+}
 
 
 def make(folder: Path) -> Path:
@@ -41,9 +45,9 @@ def make(folder: Path) -> Path:
         if not f"{entry.name}/".startswith(OWN) and not (site / entry.name).exists():
             (site / entry.name).symlink_to(entry)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *REPLACED], check=True)
-    for name, module in SCRIPTS.items():  # those of the other environment would start the other Python
+    for name, line in SCRIPTS.items():  # those of the other environment would start the other Python
         script = folder / "bin" / name
-        script.write_text(f"#!{python}\nfrom {module} import main\n\nmain()\n", encoding="utf-8")
+        script.write_text(f"#!{python}\n{line}\n\nmain()\n", encoding="utf-8")
         script.chmod(0o755)
     done.write_text("\n".join(REPLACED) + "\n", encoding="utf-8")
     return python

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamafactory_ascend import hookspecs
-from tests.fake_host import write_plugin
+from tests.fake_host import run, write_plugin
 from tests.running import Result, Train
 
 DOCS = Path(__file__).parent.parent / "docs" / "hooks.md"
@@ -44,6 +44,11 @@ def ascend_preflight(run, arguments):
     return [Finding("note", "witness", f"{arguments.training.max_steps} steps")]
 
 @hookimpl
+def ascend_kernels():
+    from llamafactory_ascend.kernels.backends import Backend
+    return [Backend("witness", "gated_delta_rule", "witness_plugin:count")]
+
+@hookimpl
 def ascend_before_model(run, arguments):
     seen["before_model"] = arguments.model.model_name_or_path
 
@@ -75,10 +80,14 @@ def ascend_report_sections(run):
 
 
 @pytest.fixture(scope="module")
-def result(train_once: Train, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plugin(tmp_path_factory.mktemp("plugin"), "witness", PLUGIN)
+
+
+@pytest.fixture(scope="module")
+def result(train_once: Train, installed: Path) -> Result:
     """Two steps on a CPU with a plugin that uses every hook, the trace on."""
-    folder = write_plugin(tmp_path_factory.mktemp("plugin"), "witness", PLUGIN)
-    env = {"PYTHONPATH": str(folder), "LLAMAFACTORY_ASCEND_TRACE": "1", "WITNESS_TAKEN": "mine"}
+    env = {"PYTHONPATH": str(installed), "LLAMAFACTORY_ASCEND_TRACE": "1", "WITNESS_TAKEN": "mine"}
     found = train_once(npu=False, env=env, ascend={"plugins": {"witness": {"steps": 2}}})
     assert found.code == 0, found.text
     return found
@@ -125,6 +134,16 @@ def test_ascend_preflight(result: Result) -> None:
     assert {"level": "note", "subject": "witness", "message": "2 steps"} in result.report["findings"]
 
 
+def test_ascend_kernels(installed: Path) -> None:
+    """Its back end stands beside the built-in ones; the operator's tests show what is done with them."""
+    script = (
+        "from llamafactory_ascend import plugins\n"
+        "found = [b for backends in plugins.manager().hook.ascend_kernels() for b in backends]\n"
+        "print([b.target for b in found if b.name == 'witness'], len(found) > 1)"
+    )
+    assert run(installed, script=script).out == "['witness_plugin:count'] True\n"
+
+
 def test_ascend_before_model(section: dict[str, object]) -> None:
     assert str(section["before_model"]).endswith("qwen3_5")
 
@@ -162,4 +181,4 @@ def test_trace(result: Result) -> None:
     assert len(lines) == 1
     assert lines[0].startswith("[llamafactory-ascend] rank 0: ascend_preflight -> ")
     assert "witness" in lines[0] and "results, " in lines[0] and lines[0].endswith(" ms")
-    assert all(f" {hook} -> " in result.text for hook in HOOKS)
+    assert [hook for hook in HOOKS if f" {hook} -> " not in result.text] == []

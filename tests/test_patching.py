@@ -203,6 +203,13 @@ def test_target_gone(host: Any) -> None:
     assert [record.patch.id for record in ledger.misses()] == ["vanished", "Thing.nothing"]
 
 
+def test_optional_target_gone(host: Any) -> None:
+    """A function that only some versions of the host have: there is nothing to miss in the others."""
+    ledger = applied(make("vanished", optional=True))
+    assert ledger.records["vanished"].state is State.SKIPPED
+    assert ledger.misses() == []
+
+
 def test_planned_patch_is_a_miss_only_where_its_module_is_used(host: Any) -> None:
     ledger = Ledger()
     ledger.add(make(id="elsewhere", targets=(Target("target.never_imported", "x"),)))
@@ -314,7 +321,11 @@ def test_every_built_in_patch_is_watched_and_tested_with_this_host() -> None:
                 importlib.import_module(target.module)
             except ModuleNotFoundError:
                 continue  # a module that only other versions of the host have
-            found = patching.defining_target(patch, target.module)
+            try:
+                found = patching.defining_target(patch, target.module)
+            except LookupError:
+                assert patch.optional, f"{target} does not exist"
+                continue
             if found is None:
                 continue
             owner, leaf = patching.resolve(found)

@@ -7,7 +7,15 @@ from llamafactory_ascend.patching import Patch
 
 @hookimpl
 def ascend_patches() -> list[Patch]:
-    from llamafactory_ascend.host import arguments, checkpointing, kernels, launching, model, sharding, trainer
+    from llamafactory_ascend.host import (
+        arguments,
+        checkpointing,
+        kernels,
+        launching,
+        model,
+        sharding,
+        trainer,
+    )
 
     modules = (launching, arguments, model, kernels, checkpointing, sharding, trainer)
     return [patch for module in modules for patch in module.PATCHES]
