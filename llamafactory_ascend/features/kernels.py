@@ -79,14 +79,20 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
     from llamafactory_ascend.kernels.substitution import Substitutions
 
     _plans[:] = [Plan(family, choices, packed, Substitutions())]
+    if not any(choice.usable or choice.refused for choice in choices.values()):
+        reasons = dict.fromkeys(choice.reason for choice in choices.values())
+        run.decide("kernels", "left as they are", "; ".join(reasons))
+        return
+    assert family is not None  # without one, nothing is usable or refused
     for name, choice in choices.items():
+        support = family.support(name)
+        if support.level == "unsupported":
+            continue
         refused = "".join(f"; {backend}: {reason}" for backend, reason in choice.refused.items())
         run.decide(f"kernels.{name}", choice.name, choice.reason + refused)
-        support = family.support(name) if family and choice.usable else None
-        if support is not None and support.level == "experimental":
+        if choice.usable and support.level == "experimental":
             run.find("note", "kernels", f"{name} of {model_type} is experimental: {support.note}")
-    if any(choice.usable for choice in choices.values()):
-        _before_build(run, here.type)
+    _before_build(run, here.type)
 
 
 def _known() -> list[list[backends.Backend]]:
@@ -122,8 +128,8 @@ def judge_packing(run: "Run", choices: "Mapping[str, Choice]", device_type: str)
         return
     reasons = "; ".join(f"{choice.operator}: {choice.reason}" for choice in mixing)
     what = (
-        "`packing` or `neat_packing` with this hybrid model would carry the state of the linear attention from "
-        f"one packed sample into the next ({reasons})"
+        "`packing` or `neat_packing` with this hybrid model would carry the state of the linear attention "
+        f"from one packed sample into the next ({reasons})"
     )
     named = ", ".join(f"{name}: pytorch" for name in SEQUENTIAL)
     hint = f"set `packing: false` and `neat_packing: false`, or `ascend: {{kernels: {{{named}}}}}`"
@@ -141,7 +147,9 @@ def _before_build(run: "Run", device_type: str) -> None:
     if device_type == "npu" and getattr(modeling, "FusedRMSNormGated", None) is not None:
         # Built with torch.cuda.current_device(), which no NPU has; Transformers' own class is built instead.
         current.done.put(modeling, "FusedRMSNormGated", None)
-        run.decide("kernels.gated_norm_class", "Transformers' own", "flash-linear-attention's is made for CUDA")
+        run.decide(
+            "kernels.gated_norm_class", "Transformers' own", "flash-linear-attention's is made for CUDA"
+        )
     _substitute(run, None)
 
 
@@ -193,9 +201,16 @@ def ascend_after_model(run: "Run", model: "nn.Module") -> None:
         run.decide(f"kernels.{operator}.found", "replaced", f"the layers held {code}")
     for place, reason in current.done.refused.items():
         run.find("warning", "kernels", f"{place} keeps Transformers' own code: {reason}")
-    for name, choice in current.choices.items():
-        if choice.usable and not counts.get(name):
-            run.miss("kernels", f"{name}: no module of {type(model).__name__} holds it, so nothing was replaced")
+    kind = type(model).__name__
+    missing = [choice for name, choice in current.choices.items() if choice.usable and name not in counts]
+    for choice in missing:
+        if choice.explicit:
+            what = f"`ascend.kernels`: {choice.operator}: no module of {kind} holds it"
+            raise AscendError(what, f"leave `{choice.operator}` out")
+        if counts:  # most mixtures of experts have no dense layer, for one
+            run.find("note", "kernels", f"{choice.operator}: no module of {kind} holds it")
+    if missing and not counts:
+        run.miss("kernels", f"nothing was replaced: no module of {kind} is known, although its family is")
     if counts:
         chosen = ", ".join(f"{name} {current.choices[name].name} x{n}" for name, n in counts.items())
         log.info(f"kernels: {chosen}")

@@ -66,7 +66,8 @@ def test_auto_on_an_npu() -> None:
 
 def test_auto_elsewhere_replaces_nothing() -> None:
     now = prepare("auto", device="cpu")
-    assert {decision.choice for decision in now.decisions.values()} == {"transformers"}
+    (decision,) = now.decisions.values()
+    assert decision.choice == "left as they are" and "`auto` replaces nothing on a CPU" in decision.reason
     model = tiny.build("qwen3_5_text")
     kernels.ascend_after_model(now, model)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -151,7 +152,7 @@ def test_a_gated_norm_made_for_cuda_is_not_built(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(modeling, "FusedRMSNormGated", build, raising=False)
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         tiny.build("qwen3_5_text")
     now = prepare("auto")
     model: Any = tiny.build("qwen3_5_text")
@@ -160,10 +161,29 @@ def test_a_gated_norm_made_for_cuda_is_not_built(monkeypatch: pytest.MonkeyPatch
     forget()  # while what it puts back is still this test's
 
 
-def test_nothing_to_replace_is_a_miss() -> None:
-    """A recipe that names a kernel must get it: here the model has none of the layers."""
+@needs_npu
+def test_a_model_without_an_operator() -> None:
+    """Most mixtures of experts have no dense layer: a note, even where the recipe says `auto`."""
+    now = prepare("auto", "qwen3_moe")
+    model: Any = tiny.build("qwen3_moe")
+    model.model.layers[0].mlp = model.model.layers[1].mlp
+    kernels.ascend_after_model(now, model)
+    assert [finding.message for finding in now.findings if finding.level == "note"][1:] == [
+        "swiglu: no module of Qwen3MoeForCausalLM holds it"
+    ]
+
+
+@needs_npu
+def test_a_model_without_any() -> None:
+    """A family whose classes have been renamed: an error where the recipe asks for kernels."""
+    now = prepare("auto")
+    with pytest.raises(AscendError, match="nothing was replaced: no module of Linear is known"):
+        kernels.ascend_after_model(now, torch.nn.Linear(2, 2))
+
+
+def test_an_operator_that_was_named_must_be_there() -> None:
     now = prepare(RULE, device="cpu")
-    with pytest.raises(AscendError, match="no module of Linear holds it"):
+    with pytest.raises(AscendError, match="gated_delta_rule: no module of Linear holds it"):
         kernels.ascend_after_model(now, torch.nn.Linear(2, 2))
 
 

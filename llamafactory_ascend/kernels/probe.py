@@ -1,0 +1,135 @@
+"""The numerical probe: what stood there before against what replaces it, on live tensors, once.
+
+Runs inside the first forward call of step 1, before anything is computed with the replacement. It draws no
+random number, touches no `.grad`, and leaves nothing in the graph of the step.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIMIT = 0.05  # relative L2; kernels that are right stay below 0.01 in bfloat16
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative L2 distances of output and input gradients.
+
+    Attributes:
+        errors: "output", "d_0", "d_1", ... (gradients by place among the floating tensors) -> distance.
+        reference: "live dtype", or "float32" where the old code is itself beyond the limit from its own
+            result in float32.
+        skipped: why nothing could be compared, "" if it was.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    reference: str = "live dtype"
+    skipped: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0, key=lambda x: math.inf if math.isnan(x) else x)
+
+    @property
+    def passed(self) -> bool:
+        return all(error <= LIMIT for error in self.errors.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data; what is not finite as text, because JSON has no such number."""
+        errors = {
+            key: float(f"{value:.3g}") if math.isfinite(value) else str(value)
+            for key, value in self.errors.items()
+        }
+        return {"errors": errors, "reference": self.reference, "skipped": self.skipped, "limit": LIMIT}
+
+
+def compare(
+    old: Call, new: Call, args: tuple[Any, ...], kwargs: dict[str, Any], constants: tuple[int, ...] = ()
+) -> Comparison:
+    """Call both with copies of the same tensors and compare outputs and gradients.
+
+    Args:
+        old, new: called as `f(*args, **kwargs)`; of a tuple the tensors count.
+        args, kwargs: of the live call, shortened if it is long; its tensors are not changed.
+        constants: places of arguments that no gradient flows to.
+
+    Returns:
+        The comparison; skipped where the device has no memory for it.
+
+    Raises:
+        Exception: what `new` raises (a kernel that does not compile, for one).
+    """
+    try:
+        expected = _run(old, args, kwargs, constants)
+        actual = _run(new, args, kwargs, constants)
+        dtypes = [[x.dtype for name, x in named if name.startswith("output")] for named in (expected, actual)]
+        if dtypes[0] != dtypes[1]:  # the next operator would not take it
+            raise TypeError(f"it returns {dtypes[1]} where {dtypes[0]} is expected")
+        found = Comparison(_distances(expected, actual))
+        if not found.passed:
+            wide = _run(old, *_as_float32(args, kwargs), constants)
+            if not Comparison(_distances(wide, expected)).passed:  # the old code cannot judge in this dtype
+                found = Comparison(_distances(wide, actual), "float32")
+    except torch.OutOfMemoryError:
+        return Comparison(skipped="the device has no memory to spare for it")
+    return found
+
+
+def _run(function: Call, args: Any, kwargs: Any, constants: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+    """Return output and input gradients, named, of a call on detached copies."""
+    leaves: list[Tensor] = []
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            leaves.append(value.detach().clone().requires_grad_())
+            return leaves[-1]
+        return value
+
+    args = tuple(value if place in constants else copy(value) for place, value in enumerate(args))
+    kwargs = {key: copy(value) for key, value in kwargs.items()}
+    # Under a checkpoint every tensor that is saved for backward goes through its hooks and is expected
+    # again in the recomputation. These innermost ones keep the probe's own tensors out of that.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        result = function(*args, **kwargs)
+        outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
+        outputs = [x for x in outputs if x.requires_grad]
+        gradients = torch.autograd.grad(outputs, leaves, [_direction(x) for x in outputs], allow_unused=True)
+    named = [(f"output_{place}" if place else "output", x.detach()) for place, x in enumerate(outputs)]
+    return named + [(f"d_{place}", x) for place, x in enumerate(gradients) if x is not None]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _direction(output: Tensor) -> Tensor:
+    """Return a gradient for an output: no constant, which norms would map to zero, and no random number."""
+    steps = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return torch.cos(steps * 0.7).reshape(output.shape).to(output.dtype)
+
+
+def _distances(expected: list[tuple[str, Tensor]], actual: list[tuple[str, Tensor]]) -> dict[str, float]:
+    """Return name -> ||actual - expected|| / ||expected||; infinite where there is no such tensor."""
+    by_name = dict(actual)
+    found = {}
+    for name, old in expected:
+        new = by_name.get(name)
+        if new is None or new.shape != old.shape:
+            found[name] = math.inf
+            continue
+        norm = old.float().norm()
+        distance = (new.float() - old.float()).norm()
+        found[name] = float(distance / norm) if float(norm) else float(distance)
+    return found
+
+
+def _as_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(widen(value) for value in args), {key: widen(value) for key, value in kwargs.items()}

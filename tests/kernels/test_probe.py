@@ -1,0 +1,119 @@
+"""The probe: what it measures, what it lets pass, and that it leaves no trace."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from llamafactory_ascend.kernels import probe
+from llamafactory_ascend.kernels.probe import Comparison, compare
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def old(x: Tensor) -> Tensor:
+    return x * F.silu(x)
+
+
+def test_equal_code() -> None:
+    found = compare(old, old, (X,), {})
+    assert found.errors == {"output": 0.0, "d_0": 0.0}
+    assert found.passed and found.as_dict()["limit"] == 0.05
+
+
+@pytest.mark.parametrize("factor, passed", [(1.01, True), (1.1, False)])
+def test_the_distance_is_relative(factor: float, passed: bool) -> None:
+    """A result that is too large by a factor is that far away, in output and gradient alike."""
+    found = compare(old, lambda x: factor * old(x), (X,), {})
+    assert found.worst == pytest.approx(factor - 1, rel=1e-3)
+    assert found.passed is passed
+
+
+def test_a_wrong_gradient_alone() -> None:
+    """The outputs agree; a backward without the gate's part does not."""
+    found = compare(old, lambda x: x * F.silu(x).detach() + (old(x) - x * F.silu(x)).detach(), (X,), {})
+    assert found.errors["output"] < 1e-6
+    assert found.errors["d_0"] > 0.05 and not found.passed
+
+
+def test_what_is_missing_is_infinitely_far() -> None:
+    found = compare(old, lambda x: old(x)[:4], (X,), {})
+    assert found.worst == math.inf and not found.passed
+    assert found.as_dict()["errors"]["output"] == "inf"
+
+
+def test_nan_does_not_pass() -> None:
+    found = compare(old, lambda x: old(x) * math.nan, (X,), {})
+    assert math.isnan(found.worst) and not found.passed
+    assert found.as_dict()["errors"]["output"] == "nan"
+
+
+def test_old_code_that_cannot_judge() -> None:
+    """Where the old code is far from its own float32 result, that result is what the new code must meet."""
+
+    def coarse(x: Tensor) -> Tensor:
+        return x.cumsum(1) if x.dtype == torch.float32 else x.sum(1, keepdim=True) + 0 * x
+
+    def fine(x: Tensor) -> Tensor:
+        return x.float().cumsum(1).to(x.dtype)
+
+    found = compare(coarse, fine, (X.bfloat16(),), {})
+    assert found.reference == "float32" and found.passed
+    assert not compare(coarse, lambda x: 1.1 * fine(x), (X.bfloat16(),), {}).passed
+
+
+def test_constants_get_no_gradient() -> None:
+    table = torch.ones(16)
+    assert set(compare(torch.mul, torch.mul, (X, table), {}).errors) == {"output", "d_0", "d_1"}
+    assert set(compare(torch.mul, torch.mul, (X, table), {}, (1,)).errors) == {"output", "d_0"}
+
+
+def test_another_dtype_is_an_error() -> None:
+    """The next operator would not take it."""
+    with pytest.raises(TypeError, match="bfloat16"):
+        compare(old, lambda x: old(x).bfloat16(), (X,), {})
+
+
+def test_out_of_memory_is_no_verdict() -> None:
+    def greedy(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    found = compare(greedy, old, (X,), {})
+    assert found.passed and found.skipped.startswith("the device has no memory")
+
+
+def test_what_the_new_code_raises_comes_out() -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("ub overflow detected")
+
+    with pytest.raises(RuntimeError, match="ub overflow"):
+        compare(old, broken, (X,), {})
+
+
+def test_no_trace_under_a_checkpoint() -> None:
+    """Inside a checkpointed layer: same result and gradients, same random state, no `.grad` on a weight."""
+    weight = torch.ones(16, requires_grad=True)
+    comparisons: list[Comparison] = []
+
+    def layer(x: Tensor, probed: bool) -> Tensor:
+        if probed and not comparisons:
+            comparisons.append(compare(lambda y: old(y) * weight, lambda y: weight * old(y), (x,), {}))
+        return F.dropout(old(x) * weight, 0.5)
+
+    results = []
+    for probed in (False, True):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        output = checkpoint(layer, x, probed, use_reentrant=False)
+        assert weight.grad is None
+        gradients = torch.autograd.grad(output.sum(), (x, weight))
+        results.append((output, *gradients, torch.random.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert comparisons[0].errors == {"output": 0.0, "d_0": 0.0}
+
+
+def test_direction_depends_on_nothing() -> None:
+    assert torch.equal(probe._direction(X), probe._direction(2 * X))

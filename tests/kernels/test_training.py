@@ -1,0 +1,116 @@
+"""Training through the stock command with `kernels: auto`, on simulated NPUs."""
+
+from typing import Any
+
+import pytest
+
+from tests.running import Result, Train
+
+AUTO = {"kernels": "auto"}
+FSDP2 = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"],
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": True,
+    },
+}
+# of the tiny dense Qwen3.5: three DeltaNet layers and one of attention, a tower of two blocks
+MODULES = {
+    "gated_delta_rule": ("pytorch", 3),
+    "causal_conv1d": ("pytorch", 3),
+    "rms_norm_1p": ("torch_npu", 11),
+    "rms_norm_gated": ("torch_npu", 3),
+    "rope": ("torch_npu", 3),
+    "swiglu": ("torch_npu", 4),
+}
+
+
+def attested(result: Result, rank: int = 0) -> dict[str, Any]:
+    assert result.code == 0, result.text
+    found: dict[str, Any] = result.report["ranks"][rank]["kernels"]["attested"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(train_once: Train) -> Result:
+    return train_once(ascend={"kernels": "off"})
+
+
+@pytest.fixture(scope="module")
+def one(train_once: Train) -> Result:
+    return train_once(ascend=AUTO)
+
+
+def test_same_training(one: Result, stock: Result) -> None:
+    """Losses and gradient norms agree to float32's rounding; the probe of step 1 has changed nothing."""
+    assert one.code == stock.code == 0, one.text
+    assert one.losses == pytest.approx(stock.losses, rel=2e-6)
+    assert one.grad_norms == pytest.approx(stock.grad_norms, rel=2e-5)
+    assert one.losses != stock.losses or one.grad_norms != stock.grad_norms
+
+
+def test_report(one: Result, stock: Result) -> None:
+    """Every operator probed once for each class, every module called, every refusal with its reason."""
+    section = one.report["ranks"][0]["kernels"]
+    assert stock.report["ranks"][0]["kernels"] is None
+    probes = {switch["place"]: switch["probe"]["errors"] for switch in section["switches"]}
+    assert set(probes) == {
+        "Qwen3_5RMSNorm", "Qwen3_5RMSNormGated", "Qwen3_5MLP", "apply_rotary_pos_emb",
+        "apply_rotary_pos_emb_vision", "torch_chunk_gated_delta_rule", "causal_conv1d_fn",
+    }  # fmt: skip
+    assert all("d_0" in errors and max(errors.values()) < 1e-5 for errors in probes.values())
+    assert len(probes["torch_chunk_gated_delta_rule"]) == 6  # output and five gradients
+    counts = attested(one)
+    for operator, (backend, modules) in MODULES.items():
+        found = counts[operator]
+        assert (found["backends"], found["modules"], found["called"]) == ([backend], modules, modules), (
+            operator
+        )
+        assert found["bypassed"] == found["idle"] == []
+    assert set(counts) == set(MODULES)
+    assert (
+        "flash-linear-attention is not installed" in section["choices"]["gated_delta_rule"]["refused"]["fla"]
+    )
+    assert "gated_delta_rule pytorch x3" in one.text
+
+
+@pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_two_ranks(train: Train, sharding: dict[str, Any]) -> None:
+    """Adapters everywhere, two micro-batches a step, every layer recomputed: twice the modules, and again."""
+    result = train(
+        ranks=2, ascend=AUTO, lora_target="all", gradient_accumulation_steps=2, max_steps=1, **sharding
+    )
+    for rank in (0, 1):
+        counts = attested(result, rank)
+        for operator in ("gated_delta_rule", "causal_conv1d", "rms_norm_gated", "swiglu"):
+            modules = MODULES[operator][1]
+            found = counts[operator]
+            assert (found["modules"], found["called"]) == (modules, modules), (rank, operator)
+            assert (found["calls"], found["recomputed"]) == (2 * modules, 2 * modules), (rank, operator)
+    assert result.report["patch_differences"] == []
+
+
+def test_packed(train: Train) -> None:
+    """The host's own packing with images, on the default attention."""
+    result = train(
+        ascend=AUTO,
+        neat_packing=True,
+        dataset="tiny_mm",
+        cutoff_len=256,
+        per_device_train_batch_size=1,
+        max_steps=2,
+    )
+    counts = attested(result)
+    assert result.report["ranks"][0]["kernels"]["packed"] is True
+    assert counts["gated_delta_rule"]["called"] == counts["causal_conv1d"]["called"] == 3
+
+
+def test_a_named_kernel_that_cannot_be_used(train: Train) -> None:
+    """The run ends before the weights are loaded, with what is missing."""
+    result = train(ascend={"kernels": {"gated_delta_rule": "fla"}})
+    assert result.code != 0
+    assert "gated_delta_rule: fla cannot be used: flash-linear-attention is not installed" in result.text
+    assert "Loading weights" not in result.text
+    assert result.report["state"] == "refused"
