@@ -44,7 +44,10 @@ def test_ranges(batch: int, tokens: int, groups: int, group: int, width: int) ->
         return
     ranges = split_heads(batch, tokens, heads, group, width)
     assert [head for first, last in ranges for head in range(first, last)] == list(range(heads))
-    assert all(first % group == 0 and programs(batch, tokens, last - first, width) <= LARGEST_GRID for first, last in ranges)
+    assert all(
+        first % group == 0 and programs(batch, tokens, last - first, width) <= LARGEST_GRID
+        for first, last in ranges
+    )
     if len(ranges) > 1:  # one launch fewer would not do
         fitting = LARGEST_GRID // programs(batch, tokens, group, width)
         assert (len(ranges) - 1) * fitting < groups
