@@ -1,4 +1,4 @@
-# make demo | test | test-next-host | lint | docs    VENV=DIR uses another virtual environment, PYTHON=... another Python (3.11+)
+# make demo | test | test-next-host | check-ascend-compile | lint | docs    VENV=DIR uses another virtual environment, PYTHON=... another Python (3.11+)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -15,17 +15,22 @@ NEXT := $(VENV)-next
 NEXT_TESTS := tests/test_autoload.py tests/features/test_checkpointing_runs.py tests/features/test_sharding.py \
 	tests/report/test_runs.py tests/test_cli.py::test_doctor_on_a_sound_installation
 
-.PHONY: demo test test-next-host lint docs
+.PHONY: demo test test-next-host check-ascend-compile lint docs
 
 demo: $(READY)
 	$(BIN)/python -m demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=20
 
 test-next-host: $(READY)
 	$(BIN)/python -m tests.next_host $(NEXT)
 	$(NEXT)/bin/python -m pytest -n 2 $(NEXT_TESTS)
+
+# The environment of triton-ascend is its own: it cannot live beside triton.
+check-ascend-compile: $(READY)
+	$(BIN)/python -m scripts.ascend_compile.environment $(VENV)-ascend-compile
+	$(VENV)-ascend-compile/bin/python -m scripts.ascend_compile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
