@@ -211,6 +211,17 @@ def double_checkpointing(arguments: "Arguments") -> str:
     return ""
 
 
+def parameters_come_and_go() -> bool:
+    """True under DeepSpeed ZeRO-3, which empties each parameter in place after use.
+
+    torch keeps the frozen parameters that a recomputed layer needs by reference, so backward finds them empty
+    (a CheckpointError in the first step of every LoRA run). Re-entrance does not keep them.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    return bool(is_deepspeed_zero3_enabled())
+
+
 @hookimpl
 def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
     run.facts.pop("checkpointing", None)  # of an earlier training in this process
@@ -219,11 +230,20 @@ def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
     if run.settings.checkpointing == "off":
         run.decide("checkpointing", "left to the host", "`ascend.checkpointing: off`")
     elif arguments.model.disable_gradient_checkpointing:
+        if "checkpointing" in run.settings.model_fields_set:
+            raise AscendError(
+                "`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: full`",
+                "remove one of the two lines",
+            )
         own = arguments.training.gradient_checkpointing
         choice = "left to the Trainer (`gradient_checkpointing: true`)" if own else "none"
         run.decide("checkpointing", choice, "`disable_gradient_checkpointing: true`")
     elif arguments.model.use_unsloth_gc or arguments.model.use_unsloth:
         run.decide("checkpointing", "left to the host", "Unsloth brings its own checkpointing")
+    elif parameters_come_and_go():
+        what = "DeepSpeed ZeRO-3 cannot be checkpointed without re-entrance"
+        run.decide("checkpointing", "left to the host", what)
+        run.miss("checkpointing", f"{what}: left to the host", "use FSDP2 or ZeRO-2 for less memory")
     else:
         refuse_double_checkpointing(arguments)
         run.decide("checkpointing", OURS, "`ascend.checkpointing: full`")

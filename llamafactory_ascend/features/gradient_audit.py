@@ -4,7 +4,6 @@ An adapter on a module that backward never reaches trains nothing and looks fine
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
     from llamafactory_ascend.run import Arguments, Run
 
-SHOWN = 20  # names in the report; the counts are complete
+EXAMPLES = 5  # names in the report for each reason; the counts are complete
+NAMED = 50  # names in the report of those without a reason
 # PEFT starts the second of each pair at zero (LoRA: arXiv 2106.09685, section 4.1), and the gradient of the
 # first is a product with it.
 ZERO_PARTNERS = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A"}
@@ -58,27 +58,33 @@ def judge(gradients: list[Gradient], media: Mapping[str, bool]) -> dict[str, Any
             some token attends to. The host adds a masked one to batches without, so that no rank waits.
 
     Returns:
-        ``trainable``, a count; ``without_gradient``, the first names with a ``reason`` each ("" for none);
-        ``reasons``, reason -> count; ``problems``, a sentence for each kind of tensor without an excuse.
+        ``trainable``, a count; ``without_gradient``, reason -> ``tensors``, a count, and ``examples``;
+        ``unexplained``, the first names without a reason; ``problems``, a sentence for each kind of these.
     """
     routed = {match[1] for g in gradients if g.nonzero and (match := EXPERT.match(g.name))}
-    without = [(g, _excuse(g, media, routed)) for g in gradients if not g.nonzero]
+    rewarding = any(g.name.startswith("v_head.") and g.nonzero for g in gradients)
+    without = [(g, _excuse(g, media, routed, rewarding)) for g in gradients if not g.nonzero]
     problems = []
     for reached, how in ((False, "backward never reached them"), (True, "all their gradients are zero")):
         names = [g.name for g, excuse in without if not excuse and g.reached is reached]
         if names:
             count = f"{len(names)} of {len(gradients)} trainable tensors learn nothing"
             problems.append(f"{count}: {how} in the first step, e.g. {names[0]}")
-    without.sort(key=lambda pair: bool(pair[1]))  # what has no excuse is shown first
+    excused: dict[str, list[str]] = {}
+    for gradient, excuse in without:
+        if excuse:
+            excused.setdefault(excuse, []).append(gradient.name)
     return {
         "trainable": len(gradients),
-        "without_gradient": [{"name": g.name, "reason": excuse} for g, excuse in without[:SHOWN]],
-        "reasons": dict(Counter(excuse or "none known" for _, excuse in without)),
+        "without_gradient": {
+            excuse: {"tensors": len(names), "examples": names[:EXAMPLES]} for excuse, names in excused.items()
+        },
+        "unexplained": [g.name for g, excuse in without if not excuse][:NAMED],
         "problems": problems,
     }
 
 
-def _excuse(gradient: Gradient, media: Mapping[str, bool], routed: set[str]) -> str:
+def _excuse(gradient: Gradient, media: Mapping[str, bool], routed: set[str], rewarding: bool) -> str:
     name = gradient.name
     if gradient.reached and gradient.partner_is_zero:
         partner = next(second for first, second in ZERO_PARTNERS.items() if first in name.split("."))
@@ -90,6 +96,8 @@ def _excuse(gradient: Gradient, media: Mapping[str, bool], routed: set[str]) -> 
     expert = EXPERT.match(name)
     if expert and expert[1] in routed:
         return "no token of the first step was routed to this expert"
+    if rewarding and not gradient.reached and "lm_head" in name.split("."):
+        return "a reward is read from the hidden states, the output embedding takes no part in it"
     if name == "v_head.summary.bias":
         return "a pairwise loss is a difference of two values, in which a common bias cancels"
     return ""
@@ -97,7 +105,7 @@ def _excuse(gradient: Gradient, media: Mapping[str, bool], routed: set[str]) -> 
 
 def unobservable(arguments: "Arguments") -> str:
     """Return why gradients cannot be seen before the optimizer step, "" if they can."""
-    if arguments.training.deepspeed:
+    if arguments.training.deepspeed_plugin is not None:  # also where `accelerate launch` brings it
         return "DeepSpeed keeps gradients to itself"
     for method in ("galore", "apollo"):
         if getattr(arguments.finetuning, f"{method}_layerwise", False):

@@ -85,7 +85,9 @@ def take_settings(args: Words) -> tuple[Words, settings.Settings]:
     recipe = next((word for word in sys.argv[1:] if word.endswith(RECIPES)), "command line")
     with mistakes_end_the_process():
         rest, block = settings.take(args)
-        return rest, settings.read(block, recipe)
+        found = settings.read(block, recipe, sys.argv[1:])
+        plugins.check_names(found.plugins, lambda key: settings.place(key, recipe, sys.argv[1:]))
+        return rest, found
 
 
 @contextlib.contextmanager
@@ -115,10 +117,12 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     """Let the plugins adjust, judge or refuse a training run before its model is loaded."""
     from llamafactory_ascend.report import lifecycle
 
+    now = run.current()
+    # What this training decides from here on must not go when the report of an earlier one is closed.
+    now.attempt("the run report", lifecycle.leave)
     # Again in every rank, before TrainingArguments opens the device: accelerate and Ray bypass the launcher.
     fill_environment("train")
     parsed = original(args)
-    now = run.current()
     now.judge_early_misses()
     now.arguments = arguments = run.Arguments(*parsed)
     log.info(f"active: {len(now.ledger.standing())} of {len(now.ledger.records)} patches are in place so far")

@@ -17,12 +17,13 @@ def gradient_checkpointing_enable(
 ) -> None:
     """Enable our checkpointing each time anybody (the loader, the Trainer at train begin) enables it.
 
-    Models of the old format (their class takes ``value``) have no function to replace; they, Unsloth and a
-    recipe with ``ascend.checkpointing: off`` keep the host's.
+    Models of the old format (their class takes ``value``) have no function to replace; they, Unsloth,
+    DeepSpeed ZeRO-3 and a recipe with ``ascend.checkpointing: off`` keep the host's.
     """
     now = run.current()
     old_format = "value" in inspect.signature(model._set_gradient_checkpointing).parameters
-    if now.settings.checkpointing == "off" or use_unsloth_gc or not model.supports_gradient_checkpointing:
+    others = use_unsloth_gc or checkpointing.parameters_come_and_go()
+    if now.settings.checkpointing == "off" or others or not model.supports_gradient_checkpointing:
         original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
     elif old_format:
         now.decide("checkpointing", "left to the host", f"{type(model).__name__} has the old format")

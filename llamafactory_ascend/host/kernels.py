@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from llamafactory_ascend import run
 from llamafactory_ascend.features import kernels
+from llamafactory_ascend.kernels import selection
 from llamafactory_ascend.kernels.backends import Backend, triton_is_usable
 from llamafactory_ascend.patching import Patch, Target
 
@@ -42,11 +43,16 @@ def patch_qwen3_5_forward_npu(original: Callable[..., None], model: nn.Module) -
     now.decide("kernels.host_patch", state, f"{len(ported)} of {len(holders)} layers hold the host's kernel")
     if state == "failed":
         now.find(
-            "warning",
+            "note" if left_alone(now.settings.kernels) else "warning",
             "kernels",
             f"the host's own NPU kernel reached {len(ported)} of {len(holders)} layers, the others are slow; "
             "`ascend: {kernels: auto}` replaces them",
         )
+
+
+def left_alone(setting: str | dict[str, str]) -> bool:
+    """True where the recipe leaves the gated delta rule to Transformers and the host."""
+    return selection.wishes(setting)["gated_delta_rule"] in (selection.OFF, selection.STOCK)
 
 
 def port_is_usable() -> str:

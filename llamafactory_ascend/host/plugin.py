@@ -10,6 +10,7 @@ def ascend_patches() -> list[Patch]:
     from llamafactory_ascend.host import (
         arguments,
         checkpointing,
+        collator,
         kernels,
         launching,
         model,
@@ -17,7 +18,7 @@ def ascend_patches() -> list[Patch]:
         trainer,
     )
 
-    modules = (launching, arguments, model, kernels, checkpointing, sharding, trainer)
+    modules = (launching, arguments, model, kernels, checkpointing, collator, sharding, trainer)
     return [patch for module in modules for patch in module.PATCHES]
 
 

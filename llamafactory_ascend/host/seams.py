@@ -95,10 +95,14 @@ def ledger() -> "Ledger":
 
 
 def build() -> "Ledger":
-    """Load the plugins, add their patches to the run's ledger and watch their modules."""
-    from llamafactory_ascend import _autoload, plugins, run
+    """Load the plugins, add their patches to the run's ledger and watch their modules.
+
+    From here on an AscendError can be raised, so its message is given the last word here too.
+    """
+    from llamafactory_ascend import _autoload, log, plugins, run
     from llamafactory_ascend.errors import AscendError
 
+    log.hide_tracebacks()
     now = run.current()
     hook = plugins.manager().hook
     for patch in (patch for patches in hook.ascend_patches() for patch in patches):

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,11 @@ from llamafactory_ascend.run import Run
 
 SCHEMA = 1
 RUN_ID = "LLAMAFACTORY_ASCEND_RUN"  # set by the launcher for all ranks of a run
+PEER_GONE = re.compile(  # what gloo, HCCL and NCCL make of a rank that has died
+    r"DistBackendError|DistNetworkError|Connection (closed|reset|refused)|Broken pipe|Socket Timeout"
+    r"|gloo|HCCL|NCCL|ERR02\d{3}|EI0002",
+    re.IGNORECASE,
+)
 UNFINISHED = (
     "No process has finished this report: the run is still going, or it was killed (SIGKILL, SIGTERM, "
     "out of host memory, power, node loss) after the step in `last_step`."
@@ -23,22 +29,38 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def run_key(environ: Mapping[str, str], count: int) -> str:
-    """Return what names a run, the same on all its ranks and another for any other run.
+def spans_nodes(environ: Mapping[str, str]) -> bool:
+    """True where the ranks of this run were started by several launchers, one per node."""
+    return environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
+
+
+def run_name(environ: Mapping[str, str]) -> str:
+    """Return what names a run on this node, the same on all ranks here and another for any other run.
 
     Args:
         environ: the environment of a rank: the launcher's id, or where another program has started the ranks
-            their rendezvous (and, on a single node, their parent).
-        count: how many runs this process has seen.
+            their rendezvous and, on a single node, their parent; a rendezvous of nodes can be used again.
     """
     name = environ.get(RUN_ID)
     if not name and "MASTER_PORT" in environ:
-        one_node = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
         parts = [environ.get(part, "") for part in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-        name = "-".join([*parts, str(os.getppid()) if one_node else ""]).strip("-")
-    if not name:
-        name = f"{socket.gethostname()}-{os.getpid()}-{now()}"
-    return f"{name}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{count}"
+        name = "-".join([*parts, now() if spans_nodes(environ) else str(os.getppid())]).strip("-")
+    return name or f"{socket.gethostname()}-{os.getpid()}-{now()}"
+
+
+def run_key(names: Iterable[str], environ: Mapping[str, str], count: int) -> str:
+    """Return what names a run on all its ranks.
+
+    Args:
+        names: ``run_name`` of every rank, or of one where they do not differ.
+        count: how many runs this process has seen.
+    """
+    return f"{'+'.join(dict.fromkeys(names))}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{count}"
+
+
+def has_launcher(report: Mapping[str, Any], name: str) -> bool:
+    """True where the launcher with this id has started ranks of the run."""
+    return name in str(report.get("run", "")).partition(".")[0].split("+")
 
 
 def opening(run: Run, key: str, versions: dict[str, str], device: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +75,7 @@ def opening(run: Run, key: str, versions: dict[str, str], device: dict[str, Any]
         "started": now(),
         "updated": now(),
         "finished": None,
-        "process": {"hostname": socket.gethostname(), "pid": os.getpid(), "command": sys.argv},
+        "process": {"hostname": socket.gethostname(), "pid": os.getpid(), "command": sys.orig_argv},
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions,
         "device": device,
@@ -82,19 +104,33 @@ def judged(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "state": state, "explanation": explanation, "updated": now()}
 
 
+def lost_first(report: Mapping[str, Any]) -> list[int]:
+    """Return the ranks whose silent death came first, [] where another failure explains theirs.
+
+    torchrun kills the other ranks once one has failed, so a rank without a last word is no cause by itself.
+    It is one where nobody failed, or where the first failure only says that a peer's connection has gone.
+    """
+    failures, launcher = report["failures"], report["launcher"]
+    if not launcher or launcher["exit_code"] is None:
+        return []
+    follows = not failures or PEER_GONE.search(f"{failures[0]['type']}: {failures[0]['message']}")
+    return list(launcher["unfinished_ranks"]) if follows else []
+
+
 def verdict(report: Mapping[str, Any]) -> tuple[str, str]:
     """Return (state, explanation): the first failure counts, those of other ranks mostly follow from it."""
     said = []
-    failures, launcher = report["failures"], report["launcher"]
+    failures, launcher, lost = report["failures"], report["launcher"], lost_first(report)
+    if failures and failures[0]["refused"]:
+        return "refused", failures[0]["message"]
+    if lost:
+        said.append(f"killed or lost after step {report['last_step']}: rank {list_ranks(lost)}")
     if failures:
-        first = failures[0]
-        if first["refused"]:
-            return "refused", first["message"]
-        said.append(failure_line(first))
+        said.append(("then " if lost else "") + failure_line(failures[0]))
         if len(failures) > 1:
             said.append(f"then failed: rank {list_ranks(failure['rank'] for failure in failures[1:])}")
     if launcher:
-        code, missing = launcher["exit_code"], launcher["unfinished_ranks"]
+        code, missing = launcher["exit_code"], set(launcher["unfinished_ranks"]) - set(lost)
         said.append(
             "the launcher was interrupted" if code is None else f"torchrun ended with exit code {code}"
         )

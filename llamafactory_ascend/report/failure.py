@@ -28,6 +28,8 @@ OUTER: tuple[Mark, ...] = (
     ("saving", {"save_model", "_save_checkpoint"}, "transformers/trainer.py"),
     ("saving", {"save_state"}, "transformers/trainer_pt_utils.py"),
     ("saving", {"create_modelcard_and_push"}, "llamafactory/train/trainer_utils.py"),
+    ("saving", {"save_state"}, "llamafactory_ascend/host/trainer.py"),  # what was saved is judged there
+    ("saving", {"judge"}, "llamafactory_ascend/features/adapter_proof.py"),
 )
 # Otherwise the innermost: a recomputation runs inside a backward, and a re-entrant one runs a backward.
 INNER: tuple[Mark, ...] = (

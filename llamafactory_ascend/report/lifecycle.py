@@ -182,7 +182,10 @@ def begin(run: Run, versions: dict[str, str]) -> None:
     assert run.arguments is not None
     leave()
     _count[0] += 1
-    key = document.run_key(os.environ, _count[0])
+    names = [document.run_name(os.environ)]
+    if document.spans_nodes(os.environ):  # each node has a launcher with an id of its own
+        names = gathering.all_gather(names[0])
+    key = document.run_key(names, os.environ, _count[0])
     report = Report(run, Path(run.arguments.training.output_dir), key, versions)
     report.write()
     if _count[0] == 1:

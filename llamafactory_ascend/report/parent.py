@@ -54,9 +54,10 @@ def close(folder: Path, name: str, exit_code: int | None, environ: Mapping[str, 
     closed: dict[str, Any] = {}
 
     def change(report: dict[str, Any]) -> dict[str, Any] | None:
-        if str(report.get("run", "")).partition(".")[0] != name:
+        if not document.has_launcher(report, name):
             return None  # no rank came as far as opening it
-        missing = sorted(local_ranks(report["world_size"], environ) - set(report["ended_ranks"]))
+        lost = local_ranks(report["world_size"], environ) - set(report["ended_ranks"])
+        missing = sorted(lost | set((report["launcher"] or {}).get("unfinished_ranks", ())))  # of other nodes
         launcher = {"exit_code": exit_code, "unfinished_ranks": missing, "finished": document.now()}
         closed.update(document.judged({**report, "launcher": launcher}))
         return closed
@@ -64,7 +65,12 @@ def close(folder: Path, name: str, exit_code: int | None, environ: Mapping[str, 
     if not folder.is_dir():
         return
     files.update(folder, change)
-    if closed and 0 in closed["launcher"]["unfinished_ranks"]:
+    if closed and (lost := document.lost_first(closed)):
+        log.warn(
+            f"lost: rank {document.list_ranks(lost)}, after step {closed['last_step']}; "
+            "other failures may follow from it"
+        )
+    if closed and 0 in local_ranks(closed["world_size"], environ) - set(closed["ended_ranks"]):
         from llamafactory_ascend.report.table import show
 
         show(closed, folder / files.NAME)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from llamafactory_ascend.report.document import failure_line, list_ranks
+from llamafactory_ascend.run import Finding
 
 MIB = 1 << 20
 WIDTH = 110  # a log file is not a terminal: rich would fold the table at 80 columns
-NAME_WIDTH = 28
+NAME_WIDTH = 36
 LONGEST_SECTION = 500  # characters
+ENVIRONMENT = "environment."  # the decisions about environment variables start with it
 ABOUT_THE_RANK = {"rank", "hostname", "pid"}
 Row = tuple[str, str]
 
@@ -55,14 +57,22 @@ def rows(report: dict[str, Any]) -> list[Row]:
     found.append(("device", f"{ranks}, {device['name']}{simulated}"))
     for number, failure in enumerate(report["failures"]):
         found += _failure(failure, said=number == 0)
-    for name, decision in report["decisions"].items():
-        found.append((name, f"{decision['choice']} ({decision['reason']})"))
+    found += _decisions(report["decisions"])
     found += _sections(report["ranks"])
     found += _patches(report)
-    found += [
-        (finding["level"], f"{finding['subject']}: {finding['message']}") for finding in report["findings"]
-    ]
+    found += [(finding["level"], Finding(**finding).sentence()) for finding in report["findings"]]
     return found
+
+
+def _decisions(decisions: Mapping[str, Mapping[str, str]]) -> list[Row]:
+    """Return a line per decision; the environment variables, whose names are long, share one."""
+    found, variables = [], []
+    for name, decision in decisions.items():
+        if name.startswith(ENVIRONMENT):
+            variables.append(f"{name.removeprefix(ENVIRONMENT)}={decision['choice']} ({decision['reason']})")
+        else:
+            found.append((name, f"{decision['choice']} ({decision['reason']})"))
+    return found + ([("environment", "; ".join(variables))] if variables else [])
 
 
 def _failure(failure: Mapping[str, Any], said: bool) -> list[Row]:
@@ -75,8 +85,10 @@ def _failure(failure: Mapping[str, Any], said: bool) -> list[Row]:
 
 def _patches(report: dict[str, Any]) -> list[Row]:
     patches = report["patches"]
-    waiting = [patch["id"] for patch in patches if patch["state"] == "planned"]
+    needless = [patch for patch in patches if patch["state"] == "skipped" and not patch["source"]]
+    waiting = [patch["id"] for patch in patches if patch["state"] == "planned" or patch in needless]
     off = [patch for patch in patches if patch["state"] in ("failed", "skipped", "reverted")]
+    off = [patch for patch in off if patch not in needless]
     text = f"{len(patches) - len(waiting) - len(off)} of {len(patches)} in place"
     harmful = [difference for difference in report["patch_differences"] if difference["harmful"]]
     if len(report["ranks"]) > 1:
@@ -102,8 +114,9 @@ def _sections(ranks: list[dict[str, Any]]) -> list[Row]:
         groups: dict[tuple[Row, ...], list[int]] = defaultdict(list)
         for rank in ranks:
             section = rank.get(name)
-            lines = _checkpointing(section) if name == "checkpointing" and section else _section(section)
-            groups[tuple((f"{name} {label}".strip(), text) for label, text in lines)].append(rank["rank"])
+            title, draw_section = KNOWN.get(name, (name, _section))
+            lines = [] if section is None or section == {} else draw_section(section)
+            groups[tuple((f"{title} {label}".strip(), text) for label, text in lines)].append(rank["rank"])
         speaking = {group: members for group, members in groups.items() if group}
         for group, members in speaking.items():
             where = "" if len(speaking) == 1 else f" (rank {list_ranks(members)})"
@@ -153,6 +166,33 @@ def _checkpointing(counts: Mapping[str, Any]) -> list[Row]:
         for component, total in counts["layers"].items()
     ]
     return [("", ", ".join(parts)), *(("problem", str(problem)) for problem in counts.get("problems") or [])]
+
+
+def _gradients(audit: Mapping[str, Any]) -> list[Row]:
+    reasons = [f"{found['tensors']}: {reason}" for reason, found in audit["without_gradient"].items()]
+    excused = f" or with a reason ({'; '.join(reasons)})" if reasons else ""
+    if audit["problems"]:
+        text = f"NOT OK, {audit['trainable']:,} trainable, not all with a gradient{excused}"
+    else:
+        text = f"ok, {audit['trainable']:,} trainable, all with a gradient{excused}"
+    return [("", text), *(("problem", str(problem)) for problem in audit["problems"])]
+
+
+def _adapter(adapter: Mapping[str, Any]) -> list[Row]:
+    shown = dict(adapter)
+    if checkpoints := adapter.get("checkpoints"):
+        good = sum(1 for checkpoint in checkpoints.values() if checkpoint["ok"])
+        name, last = list(checkpoints.items())[-1]
+        shown["checkpoints"] = f"{good} of {len(checkpoints)} ok, the last {name} {last['sha256']}".rstrip()
+    return _section(shown)
+
+
+# how a section of our own is shown: its name, and what makes its lines
+KNOWN: dict[str, tuple[str, Callable[[Any], list[Row]]]] = {
+    "checkpointing": ("checkpointed layers", _checkpointing),
+    "gradients": ("gradients", _gradients),
+    "adapter": ("adapter", _adapter),
+}
 
 
 def _peaks(ranks: list[dict[str, Any]]) -> list[Row]:

@@ -5,11 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed
+import torch.multiprocessing
 from torch import nn
 
+from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features.adapter import check_adapter
 from llamafactory_ascend.features.adapter_proof import AdapterProof
+from llamafactory_ascend.report.failure import phase_of
 from llamafactory_ascend.run import Run
+from llamafactory_ascend.settings import Settings
 from tests.running import Train
 
 # A plugin that halves every matrix of the adapter after the last save, before ours looks at it.
@@ -47,7 +52,10 @@ def test_a_broken_adapter_fails_the_run(train: Train, tmp_path: Path) -> None:
         "checkpoint-1": True,
         "checkpoint-2": True,
     }
-    assert result.report["failures"][0]["type"] == "AscendError"
+    (failure,) = result.report["failures"]
+    assert (failure["type"], failure["phase"]) == ("AscendError", "saving")
+    assert "is not whole: lora_A has 4 rows, the rank is 8" in result.report["explanation"]
+    assert "Traceback" not in result.text
     assert check_adapter(result.output / "checkpoint-2").ok
 
 
@@ -84,3 +92,30 @@ def test_a_checkpoint_is_checked_after_every_callback_has_written_it(tmp_path: P
     assert not run.facts["adapter"]["checkpoints"]["checkpoint-8"]["ok"]
     assert [finding.level for finding in run.findings] == ["error", "error"]
     assert "no adapter was written" in run.findings[1].message
+
+
+def test_a_broken_checkpoint_ends_a_strict_run_on_every_rank(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(of_two_ranks, (str(tmp_path),), nprocs=2)
+    for rank in (0, 1):
+        message = (tmp_path / f"{rank}.txt").read_text()
+        assert message.startswith(f"the adapter of {tmp_path}/checkpoint-3 is not whole: ")
+        assert "adapter_config.json is missing" in message.splitlines()[0]
+        assert "next: resume from the last good checkpoint" in message
+
+
+def of_two_ranks(rank: int, folder: str) -> None:
+    """Rank 0 saves a checkpoint that holds nothing; a relaxed run goes on, a strict one does not."""
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    (Path(folder) / "checkpoint-3").mkdir(exist_ok=True)
+    arguments = SimpleNamespace(should_save=rank == 0, output_dir=folder)
+    for strict in (False, True):
+        proof = AdapterProof(Run(settings=Settings(strict=strict)), None)
+        proof.on_step_begin(arguments, None, None)  # nothing was saved: nobody waits for anybody
+        proof.on_save(arguments, SimpleNamespace(global_step=3), None)
+        try:
+            proof.on_step_begin(arguments, None, None)
+        except AscendError as error:
+            assert strict and phase_of(error) == "saving"
+            (Path(folder) / f"{rank}.txt").write_text(str(error))
+    torch.distributed.destroy_process_group()

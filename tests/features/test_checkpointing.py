@@ -244,6 +244,70 @@ def test_decisions_follow_the_users_settings() -> None:
     assert decide(disable_gradient_checkpointing=True, gradient_checkpointing=True).startswith(
         "left to the Trainer"
     )
+    assert decide(Settings(strict=True), disable_gradient_checkpointing=True) == "none"
+
+
+def test_a_request_that_another_line_takes_back_is_refused_with_both_named() -> None:
+    message = "`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: full`"
+    with pytest.raises(AscendError, match=message):
+        decide(Settings(checkpointing="full"), disable_gradient_checkpointing=True)
+
+
+class Zero3:
+    def is_zero3(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def zero3() -> Iterator[None]:
+    """What Transformers notes while training arguments with ZeRO-3 are alive."""
+    from transformers.integrations import deepspeed
+
+    config = Zero3()  # held here: Transformers keeps a weak reference
+    deepspeed.set_hf_deepspeed_config(config)
+    yield
+    deepspeed.unset_hf_deepspeed_config()
+
+
+def test_zero_3_is_left_to_the_host_and_refused_where_checkpointing_was_asked_for(zero3: None) -> None:
+    assert decide() == "left to the host"
+    assert decide(Settings(checkpointing="off")) == "left to the host"
+    for settings in (Settings(checkpointing="full"), Settings(strict=True)):
+        with pytest.raises(AscendError, match="ZeRO-3 cannot be checkpointed without re-entrance"):
+            decide(settings)
+
+
+class Product(torch.autograd.Function):
+    """A matrix product that hands its operands to autograd itself, as DeepSpeed's does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.saved_tensors[1].T, None
+
+
+class Emptied(nn.Module):
+    """A layer with a frozen weight that is there only while its forward runs, as ZeRO-3 keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.weight.data = torch.ones(4, 4)
+        hidden = Product.apply(hidden, self.weight)
+        self.weight.data = torch.empty(0)
+        return hidden.exp()
+
+
+def test_frozen_parameters_that_come_and_go_break_a_recomputation_without_reentrance() -> None:
+    hidden = torch.ones(4, 4, requires_grad=True)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+        checkpointing.LayerCheckpointing()(Emptied().__call__, hidden).sum().backward()
 
 
 def test_an_explicit_reentrance_is_noted() -> None:
@@ -311,14 +375,18 @@ class Host:
         self.calls.append(args)
 
 
-@pytest.mark.parametrize("case", ["old format", "unsloth", "off", "ours"])
-def test_the_host_keeps_what_is_not_ours(assets: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+@pytest.mark.parametrize("case", ["old format", "unsloth", "off", "zero3", "ours"])
+def test_the_host_keeps_what_is_not_ours(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, case: str
+) -> None:
     from llamafactory_ascend.host.checkpointing import gradient_checkpointing_enable
 
     now = Run(settings=Settings(checkpointing="off" if case == "off" else "full"))
     monkeypatch.setattr(run_module, "current", lambda: now)
     model = OldFormat() if case == "old format" else load(assets / "qwen3")
     host, kwargs = Host(), {"use_reentrant": True}
+    if case == "zero3":
+        request.getfixturevalue("zero3")
     enable = MethodType(partial(gradient_checkpointing_enable, host), model)
     enable(gradient_checkpointing_kwargs=kwargs, use_unsloth_gc=case == "unsloth")
     assert host.calls == ([] if case == "ours" else [(model, kwargs, case == "unsloth")])

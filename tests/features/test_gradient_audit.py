@@ -57,22 +57,34 @@ def good(name: str) -> Gradient:
 )
 def test_only_a_real_reason_excuses(gradient: Gradient, media: dict[str, bool], reason: str) -> None:
     found = judge([gradient, good("layers.0.mlp.experts.0.up_proj.weight")], media)
-    assert [entry["name"] for entry in found["without_gradient"]] == [gradient.name]
-    assert found["without_gradient"][0]["reason"].startswith(reason)
+    if reason:
+        ((said, entry),) = found["without_gradient"].items()
+        assert said.startswith(reason)
+        assert entry == {"tensors": 1, "examples": [gradient.name]}
+    assert found["unexplained"] == ([] if reason else [gradient.name])
     assert bool(found["problems"]) == (not reason)
     assert all(problem.endswith(gradient.name) for problem in found["problems"])
 
 
-def test_counts_are_complete_where_names_are_capped_and_what_has_no_excuse_comes_first() -> None:
+def test_the_output_embedding_of_a_reward_model_is_excused_and_no_other() -> None:
+    head = none("lm_head.weight")
+    assert judge([head, good("v_head.summary.weight")], NOTHING)["problems"] == []
+    assert len(judge([head, good("layers.0.mlp.up_proj.weight")], NOTHING)["problems"]) == 1
+    assert len(judge([head, zero("v_head.summary.weight")], NOTHING)["problems"]) == 2
+
+
+def test_counts_are_complete_where_examples_are_capped_and_what_has_no_excuse_is_named() -> None:
     excused = [zero(f"layers.{index}.q_proj.lora_A.default.weight", True) for index in range(30)]
     found = judge([*excused, none("layers.9.lost"), zero("layers.9.dead")], NOTHING)
     assert found["trainable"] == 32
-    assert found["reasons"] == {
-        "its lora_B is still zero, so its gradient is exactly zero": 30,
-        "none known": 2,
+    assert found["without_gradient"] == {
+        "its lora_B is still zero, so its gradient is exactly zero": {
+            "tensors": 30,
+            "examples": [gradient.name for gradient in excused[:5]],
+        }
     }
-    assert [entry["name"] for entry in found["without_gradient"][:2]] == ["layers.9.lost", "layers.9.dead"]
-    assert len(found["without_gradient"]) == 20
+    assert found["unexplained"] == ["layers.9.lost", "layers.9.dead"]
+    assert len(judge([none(f"layers.{index}.lost") for index in range(70)], NOTHING)["unexplained"]) == 50
     count, where = "1 of 32 trainable tensors learn nothing", "in the first step, e.g. layers.9"
     assert found["problems"] == [
         f"{count}: backward never reached them {where}.lost",
@@ -228,7 +240,7 @@ def test_the_audit_is_made_once_and_leaves_no_hook(assets: Path, tmp_path: Path)
     assert not model._forward_pre_hooks
     # full training on text alone: the whole tower is excused, nothing else needs to be
     assert steps[0] is not None
-    assert set(steps[0]["reasons"]) == {"no image or video in the first step"}
+    assert set(steps[0]["without_gradient"]) == {"no image or video in the first step"}
     assert steps[0]["problems"] == []
 
 
@@ -236,13 +248,13 @@ def test_the_audit_is_made_once_and_leaves_no_hook(assets: Path, tmp_path: Path)
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"deepspeed": "ds.json"}, "DeepSpeed"),
+        ({"deepspeed_plugin": object()}, "DeepSpeed"),
         ({"galore_layerwise": True}, "`galore_layerwise: true`"),
         ({"apollo_layerwise": True}, "`apollo_layerwise: true`"),
     ],
 )
 def test_the_audit_stays_away_where_gradients_cannot_be_seen(changes: dict[str, Any], reason: str) -> None:
-    training = SimpleNamespace(deepspeed=changes.get("deepspeed"))
+    training = SimpleNamespace(deepspeed_plugin=changes.get("deepspeed_plugin"))
     found = unobservable(Arguments(None, None, training, SimpleNamespace(**changes), None))
     assert found.startswith(reason)
     assert bool(found) == bool(reason)

@@ -23,12 +23,13 @@ SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
 def recipe(version: int = 2, options: str = "full_shard auto_wrap", **changes: Any) -> dict[str, Any]:
-    """The lines a user adds for FSDP, and a checkpoint after step 2 of 4."""
+    """The lines a user adds for FSDP, and a checkpoint after step 2 of 4; every operator is stock's."""
     config: dict[str, Any] = {"version": version, "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}
     if version == 2:
         config |= {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}
     steps = {"save_strategy": "steps", "save_steps": 2}
-    return {"ranks": 2, "fsdp": options, "fsdp_config": config, **steps, **changes}
+    off = {"ascend": {"kernels": "off"}}
+    return {"ranks": 2, "fsdp": options, "fsdp_config": config, **steps, **off, **changes}
 
 
 def four_digits(values: list[float]) -> list[str]:

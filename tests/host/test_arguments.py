@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ import yaml
 
 from llamafactory_ascend import run
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.report import lifecycle
 
 assert torch.__version__  # torch calls the entry point, so that the host below is patched as in a run
 from llamafactory.hparams import parser  # noqa: E402
+
+from tests.fake_host import write_plugin  # noqa: E402
 
 RECIPE = {"model_name_or_path": "m", "template": "default", "output_dir": "o", "dataset": "d"}
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    write_plugin(tmp_path / "site", "log", "")
     run.current.cache_clear()
+    yield
+    lifecycle.leave()  # a training that was only begun
 
 
 def put(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -123,8 +131,33 @@ def test_mistake_ends_the_process(
             parse()
         assert stop.value.code == 2
         assert capsys.readouterr().err == (
-            "[llamafactory-ascend] x.yaml: unknown key `ascend.checkpointng`: did you mean `checkpointing`?\n"
+            "[llamafactory-ascend] command line: unknown key `ascend.checkpointng`: "
+            "did you mean `checkpointing`?\n"
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({"ascend": {"plugins": {"lgo": {}}}}, [], "x.yaml: `ascend.plugins.lgo`"),
+        ({}, ["ascend.plugins.lgo.every=3"], "command line: `ascend.plugins.lgo`"),
+    ],
+)
+def test_settings_of_a_plugin_that_is_not_installed_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    put(monkeypatch, save("x.yaml", **changes), *words)
+    with pytest.raises(SystemExit) as stop:
+        parser._parse_train_args()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        f"[llamafactory-ascend] {message}: there is no plugin `lgo`: did you mean `log`?\n"
+        "  next: install it, or remove its settings\n"
+    )
 
 
 def test_word_without_value_ends_the_process(
@@ -144,6 +177,15 @@ def test_inference_commands() -> None:
     )
     assert model.model_name_or_path == "m"
     assert run.current().arguments is None
+
+
+def test_a_second_training_of_a_process_keeps_its_own_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:256")
+    recipe = {**RECIPE, "do_train": True, "stage": "sft", "finetuning_type": "lora"}
+    for folder in ("first", "second"):
+        parser.get_train_args({**recipe, "output_dir": folder})
+        decisions = json.loads((Path(folder) / "ascend_report.json").read_text())["decisions"]
+        assert decisions["environment.PYTORCH_NPU_ALLOC_CONF"]["choice"] == "max_split_size_mb:256"
 
 
 def test_v1(monkeypatch: pytest.MonkeyPatch) -> None:

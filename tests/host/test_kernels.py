@@ -14,6 +14,7 @@ from llamafactory_ascend import run as run_module
 from llamafactory_ascend.host import kernels as host
 from llamafactory_ascend.kernels.forms import FORMS
 from llamafactory_ascend.kernels.gated_delta_rule import chunk_gated_delta_rule
+from llamafactory_ascend.settings import read
 from tests.features.test_kernels import RULE, forget, prepare
 from tests.kernels import tiny
 from tests.kernels.reference import error, make_case
@@ -57,6 +58,17 @@ def test_its_patch_is_reported(fresh: run_module.Run, count: int, state: str) ->
     assert ["ascend: {kernels: auto}" in finding.message for finding in fresh.findings] == [True] * (
         count < 3
     )
+
+
+@pytest.mark.parametrize(
+    "setting, level", [("auto", "warning"), ("off", "note"), ({"gated_delta_rule": "off"}, "note")]
+)
+def test_its_failure_is_no_warning_where_the_rule_is_left_alone(
+    fresh: run_module.Run, monkeypatch: pytest.MonkeyPatch, setting: Any, level: str
+) -> None:
+    monkeypatch.setattr(fresh, "settings", read({"kernels": setting}, "test.yaml"))
+    host.patch_qwen3_5_forward_npu(reaches(0), tiny.build("qwen3_5_text"))
+    assert [finding.level for finding in fresh.findings] == [level]
 
 
 def test_its_patch_is_passed_by(fresh: run_module.Run) -> None:

@@ -1,10 +1,20 @@
 """The verdict follows from the facts, and a run's name from its launcher."""
 
+import os
+import socket
 from typing import Any
 
 import pytest
 
-from llamafactory_ascend.report.document import UNFINISHED, list_ranks, run_key, verdict
+from llamafactory_ascend.report.document import (
+    UNFINISHED,
+    has_launcher,
+    list_ranks,
+    run_key,
+    run_name,
+    spans_nodes,
+    verdict,
+)
 
 RUNNING: dict[str, Any] = {"failures": [], "launcher": None, "ended_ranks": [], "last_step": 3}
 
@@ -35,7 +45,27 @@ def failure(rank: int, **changes: Any) -> dict[str, Any]:
         (
             {"launcher": {"exit_code": 1, "unfinished_ranks": [0, 1, 2, 5]}, "ended_ranks": [3, 4]},
             "failed",
-            "torchrun ended with exit code 1; killed or lost after step 3: rank 0-2,5",
+            "killed or lost after step 3: rank 0-2,5; torchrun ended with exit code 1",
+        ),
+        (  # the first to speak only tells of the one that died
+            {
+                "failures": [failure(0, type="RuntimeError", message="gloo: Connection closed by peer")],
+                "launcher": {"exit_code": 1, "unfinished_ranks": [1]},
+                "ended_ranks": [0],
+            },
+            "failed",
+            "killed or lost after step 3: rank 1; then rank 0 failed in backward after step 3: "
+            "RuntimeError: too much; torchrun ended with exit code 1",
+        ),
+        (  # torchrun has ended rank 0 because rank 1 failed
+            {
+                "failures": [failure(1)],
+                "launcher": {"exit_code": 1, "unfinished_ranks": [0]},
+                "ended_ranks": [1],
+            },
+            "failed",
+            "rank 1 failed in backward after step 3: OutOfMemoryError: too much; "
+            "torchrun ended with exit code 1; killed or lost after step 3: rank 0",
         ),
         (
             {"launcher": {"exit_code": None, "unfinished_ranks": []}, "ended_ranks": [0]},
@@ -55,11 +85,30 @@ def test_list_ranks() -> None:
 def test_all_ranks_of_a_run_have_one_key_and_no_other_run_has() -> None:
     torchrun = {"MASTER_ADDR": "h", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
     node = {**torchrun, "LOCAL_WORLD_SIZE": "2"}
-    assert run_key({**node, "RANK": "0"}, 1) == run_key({**node, "RANK": "1"}, 1)
-    nodes = {**torchrun, "LOCAL_WORLD_SIZE": "1"}
-    assert run_key(nodes, 1) == "none-h-29500.0.1"  # parents differ from node to node
+    assert (
+        run_name({**node, "RANK": "0"}) == run_name({**node, "RANK": "1"}) == f"none-h-29500-{os.getppid()}"
+    )
     ours = {**torchrun, "LLAMAFACTORY_ASCEND_RUN": "abc"}
-    assert run_key(ours, 1) == "abc.0.1"
-    assert run_key({**ours, "TORCHELASTIC_RESTART_COUNT": "2"}, 1) == "abc.2.1"
-    assert run_key(ours, 2) == "abc.0.2"
-    assert run_key({}, 1).endswith(".0.1")
+    assert run_name(ours) == "abc"
+    assert run_key(["abc"], ours, 1) == "abc.0.1"
+    assert run_key(["abc"], {**ours, "TORCHELASTIC_RESTART_COUNT": "2"}, 1) == "abc.2.1"
+    assert run_key(["abc"], ours, 2) == "abc.0.2"
+    assert run_name({}).startswith(f"{socket.gethostname()}-{os.getpid()}-")
+
+
+def test_several_nodes_share_a_key_and_each_of_their_launchers_knows_it() -> None:
+    nodes = {"MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert spans_nodes(nodes)
+    assert not spans_nodes({**nodes, "LOCAL_WORLD_SIZE": "4"})
+    assert not spans_nodes({})
+    key = run_key(["abc", "abc", "def", "def"], nodes, 1)
+    assert key == "abc+def.0.1"
+    assert [has_launcher({"run": key}, name) for name in ("abc", "def", "ab", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not has_launcher({}, "abc")
+    year = run_name(nodes).split("-")[1]  # the same port is used for the next run too, so the time is in it
+    assert int(year) >= 2026

@@ -34,7 +34,26 @@ def test_the_report_of_a_dead_run_is_closed(
     found = files.read(tmp_path / files.NAME)
     assert (found["state"], found["launcher"]["exit_code"]) == ("failed", 1)
     assert found["launcher"]["unfinished_ranks"] == [0, 1, 3]
-    assert found["explanation"].endswith("exit code 1; killed or lost after step 3: rank 0-1,3")
+    assert found["explanation"] == (
+        "killed or lost after step 3: rank 0-1,3; torchrun ended with exit code 1"
+    )
+    said = capsys.readouterr().err
+    assert "llamafactory-ascend: failed" in said
+    line = "[llamafactory-ascend] lost: rank 0-1,3, after step 3; other failures may follow from it\n"
+    assert said.startswith(line)
+
+
+def test_each_node_adds_the_ranks_that_it_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files.update(tmp_path, lambda _: {**REPORT, "run": "first+second.0.1"})
+    nodes = {"NNODES": "2", "NPROC_PER_NODE": "2"}
+    parent.close(tmp_path, "second", 1, {**nodes, "NODE_RANK": "1"})
+    assert files.read(tmp_path / files.NAME)["launcher"]["unfinished_ranks"] == [3]
+    said = capsys.readouterr().err
+    assert "lost: rank 3, after step 3" in said
+    assert "llamafactory-ascend: failed" not in said  # rank 0 is not lost yet, nor of this node
+    parent.close(tmp_path, "first", 1, {**nodes, "NODE_RANK": "0"})
+    found = files.read(tmp_path / files.NAME)
+    assert found["explanation"].startswith("killed or lost after step 3: rank 0-1,3;")
     assert "llamafactory-ascend: failed" in capsys.readouterr().err
 
 

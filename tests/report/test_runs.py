@@ -88,8 +88,12 @@ def test_a_refused_run_says_why(sabotaged: Callable[..., Result]) -> None:
     result = sabotaged("refuse")
     assert result.code == 1 and result.report["state"] == "refused"
     assert result.report["explanation"] == "this plugin does not like the recipe\n  next: take another"
-    # The traceback first, the table last: what a user sees at the end of the log is the summary.
-    assert 0 < result.text.rfind("Traceback") < result.text.rfind("llamafactory-ascend: refused")
+    # No frames, which would look like a crash; the table last: the end of the log is the summary.
+    said = "[llamafactory-ascend] this plugin does not like the recipe\n  next: take another\n"
+    assert "Traceback" not in result.text
+    assert 0 < result.text.find(said) < result.text.rfind("llamafactory-ascend: refused")
+    command = result.report["process"]["command"]
+    assert command[-2] == "train" and command[-1].endswith(".yaml")
 
 
 def test_an_exit_in_an_evaluation_keeps_its_code_and_is_no_success(sabotaged: Callable[..., Result]) -> None:
@@ -133,6 +137,8 @@ def test_a_rank_that_is_killed(sabotaged: Callable[..., Result]) -> None:
     assert result.code == 1 and report["state"] == "failed"
     assert 1 in report["launcher"]["unfinished_ranks"] and 1 not in report["ended_ranks"]
     assert report["last_step"] == 2
-    assert "killed or lost after step 2: rank" in report["explanation"]
+    assert report["explanation"].startswith("killed or lost after step 2: rank 1; then rank 0 failed in ")
+    line = "[llamafactory-ascend] lost: rank 1, after step 2; other failures may follow from it\n"
+    assert result.text.count(line) == 1
     assert result.text.count("llamafactory-ascend: failed") == 1
     assert os.environ.get("LLAMAFACTORY_ASCEND_RUN") is None

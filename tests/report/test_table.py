@@ -28,8 +28,8 @@ def rank(number: int, peak: float = 10.0, **sections: Any) -> dict[str, Any]:
     }
 
 
-def patch(name: str, state: str = "hit", reason: str = "") -> dict[str, str]:
-    return {"id": name, "state": state, "reason": reason}
+def patch(name: str, state: str = "hit", reason: str = "", source: str = "still needed") -> dict[str, str]:
+    return {"id": name, "state": state, "reason": reason, "source": source}
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_eight_ranks_that_agree_are_one_line_each() -> None:
         "device 8 ranks, Ascend910B3",
         "checkpointing every layer (`ascend.checkpointing: full`)",
         "memory peak allocated 10.0 MiB, peak reserved 20.0 MiB; rank 0 of 8, the least 10.0 MiB",
-        "checkpointing vision 27 of 27 expected (27 layers), text 64 of 64 expected (64 layers)",
+        "checkpointed layers vision 27 of 27 expected (27 layers), text 64 of 64 expected (64 layers)",
         "patches 2 of 2 in place on every rank",
         "report out/ascend_report.json",
     ]
@@ -80,8 +80,8 @@ def test_ranks_that_differ_are_told_apart() -> None:
         }
     found = " ".join(lines(report(ranks=ranks)))
     assert "peak allocated 17.0 MiB, peak reserved 34.0 MiB; rank 7 of 8, the least 10.0 MiB" in found
-    assert "checkpointing (rank 0-2,5-7) vision 27 of 27 expected (27 layers), text 64" in found
-    assert "checkpointing (rank 3-4) text 60 of 64 expected (64 layers)" in found
+    assert "checkpointed layers (rank 0-2,5-7) vision 27 of 27 expected (27 layers), text 64" in found
+    assert "checkpointed layers (rank 3-4) text 60 of 64 expected (64 layers)" in found
     assert "4 layers never ran" in found
 
 
@@ -94,11 +94,7 @@ def test_sections_of_other_plugins() -> None:
             "problems": ["3 tensors are zero"],
         },
         "sharding": {"version": 2, "modules": 92, "by_class": {"Qwen3_5DecoderLayer": 64}, "even": True},
-        "gradients": {
-            "trainable": 128,
-            "without_gradient": [{"name": "a"}, {"name": "b"}],
-            "norm": 0.28612345,
-        },
+        "steps": {"pairs": [{"name": "a"}, {"name": "b"}], "norm": 0.28612345},
         "empty": None,
         "long": {"values": {str(number): number for number in range(200)}},
         "names": ["a", "b", "c", "d", "e"],
@@ -107,7 +103,7 @@ def test_sections_of_other_plugins() -> None:
     assert "adapter NOT OK, tensors 128, path out/adapter_model.safetensors" in found
     assert "adapter problem 3 tensors are zero" in found
     assert "sharding version 2, modules 92, by class (Qwen3_5DecoderLayer 64), even yes" in found
-    assert "gradients trainable 128, without gradient 2, norm 0.2861" in found
+    assert "steps pairs 2, norm 0.2861" in found
     assert "names a, b, c and 2 more" in found
     assert not any("empty" in line for line in found)
     assert "... (all of it is in the file)" in " ".join(found)
@@ -118,6 +114,49 @@ def test_a_section_that_only_rank_0_has_needs_no_rank() -> None:
     ranks[0]["adapter"] = {"ok": True, "tensors": 128, "warnings": ["no config beside it"]}
     found = lines(report(ranks=ranks))
     assert "adapter ok, tensors 128" in found and "adapter warning no config beside it" in found
+
+
+def test_gradients_are_ok_where_each_has_one_or_a_reason() -> None:
+    reason = "its lora_B is still zero, so its gradient is exactly zero"
+    audit = {
+        "trainable": 16,
+        "without_gradient": {reason: {"tensors": 8, "examples": ["a"]}},
+        "unexplained": [],
+        "problems": [],
+    }
+    excused = f"or with a reason (8: {reason})"
+    found = " ".join(lines(report(ranks=[rank(0, gradients=audit)])))
+    assert f"gradients ok, 16 trainable, all with a gradient {excused}" in found
+    audit |= {"unexplained": ["b"], "problems": ["1 of 16 trainable tensors learn nothing"]}
+    found = " ".join(lines(report(ranks=[rank(0, gradients=audit)])))
+    assert f"gradients NOT OK, 16 trainable, not all with a gradient {excused}" in found
+    assert "gradients problem 1 of 16 trainable tensors learn nothing" in found
+
+
+def test_checkpoints_are_counted_and_the_last_one_named() -> None:
+    checkpoints = {f"checkpoint-{step}": {"ok": step != 2, "sha256": f"f00{step}"} for step in (1, 2, 3)}
+    adapter = {"ok": True, "tensors": 8, "checkpoints": checkpoints}
+    found = " ".join(lines(report(world_size=1, ranks=[rank(0, adapter=adapter)])))
+    assert "adapter ok, tensors 8, checkpoints 2 of 3 ok, the last checkpoint-3 f003" in found
+    assert "f001" not in found
+
+
+def test_environment_variables_share_a_row_and_no_name_folds() -> None:
+    variable = {"choice": "expandable_segments:True", "reason": "default of the plugin"}
+    found = lines(report(decisions={"environment.PYTORCH_NPU_ALLOC_CONF": variable}))
+    assert "environment PYTORCH_NPU_ALLOC_CONF=expandable_segments:True (default of the plugin)" in found
+
+
+def test_a_patch_whose_function_this_host_lacks_is_not_needed() -> None:
+    patches = [patch("a"), patch("kernels.host_patch", "skipped", "x:f does not exist", source="")]
+    found = lines(report(patches=patches))
+    assert "patches 1 of 2 in place on every rank; not needed here: kernels.host_patch" in found
+    assert not any(line.startswith("patch kernels.host_patch") for line in found)
+
+
+def test_a_finding_names_its_subject_once() -> None:
+    finding = {"level": "warning", "subject": "plugin", "message": "plugin `x` is off"}
+    assert "warning plugin `x` is off" in lines(report(findings=[finding]))
 
 
 def test_a_failure() -> None:

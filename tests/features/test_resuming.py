@@ -1,0 +1,97 @@
+"""A checkpoint that is not all there is refused before a run resumes from it, with what to type instead."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features import resuming
+from llamafactory_ascend.run import Arguments, Run
+from tests.training import adapted
+
+
+def arguments(resume: Any, output_dir: str = "", **changes: Any) -> Arguments:
+    training = {"do_train": True, "fsdp": [], "deepspeed_plugin": None, **changes}
+    training |= {"resume_from_checkpoint": resume, "output_dir": output_dir}
+    finetuning = SimpleNamespace(finetuning_type="lora")
+    return Arguments(None, None, SimpleNamespace(**training), finetuning, None)
+
+
+def checkpoints(folder: Path, *complete: int) -> None:
+    for step in complete:
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+
+
+def test_a_checkpoint_that_was_cut_off_while_saving_is_refused_and_the_last_good_one_named(
+    tmp_path: Path,
+) -> None:
+    checkpoints(tmp_path, 9, 10)
+    (tmp_path / "checkpoint-11").mkdir()
+    for resume in (str(tmp_path / "checkpoint-11"), True):  # as the host finds it, and as a recipe says it
+        (finding,) = resuming.ascend_preflight(Run(), arguments(resume, str(tmp_path)))
+        assert finding.level == "error"
+        assert finding.message == (
+            f"{tmp_path}/checkpoint-11 has no trainer_state.json: the run was killed while it was saved; "
+            f"remove it, or write `resume_from_checkpoint: {tmp_path}/checkpoint-10`"
+        )
+
+
+def test_what_can_be_resumed_or_is_not_resumed_is_left_alone(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 9)
+    (tmp_path / "checkpoint-11").mkdir()
+    cut_off = str(tmp_path / "checkpoint-11")
+    for good in (
+        arguments(str(tmp_path / "checkpoint-9")),
+        arguments(None),
+        arguments(cut_off, do_train=False),
+        arguments(True, str(tmp_path / "not made yet")),
+    ):
+        assert resuming.ascend_preflight(Run(), good) == []
+
+
+def test_where_no_other_checkpoint_is_complete_there_is_one_way_on(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    assert resuming.another(tmp_path / "checkpoint-1") == "remove it to start afresh"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("none", ""),
+        ("missing", "1 of the model's 8 adapter tensors"),
+        ("nan", "hold NaN"),
+        ("cut", "was cut off"),
+    ],
+)
+def test_a_damaged_adapter_is_not_resumed_from(
+    assets: Path, tmp_path: Path, damage: str, message: str
+) -> None:
+    model = adapted(assets / "qwen3_5")
+    folder, good = tmp_path / "checkpoint-2", tmp_path / "checkpoint-1"
+    checkpoints(tmp_path, 1, 2)
+    model.save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    if damage == "missing":
+        save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    elif damage == "nan":
+        save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, file)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    run, trainer = Run(arguments=arguments(str(folder))), SimpleNamespace(model=model)
+    if not message:
+        assert resuming.ascend_trainer_callbacks(run, trainer) == []
+        return
+    with pytest.raises(AscendError, match=message) as error:
+        resuming.ascend_trainer_callbacks(run, trainer)
+    assert error.value.hint == f"remove it, or write `resume_from_checkpoint: {good}`"
+    shutil.rmtree(good)
+    run.arguments = arguments(str(folder), fsdp=["full_shard"])
+    assert resuming.ascend_trainer_callbacks(run, trainer) == []  # it has files of its own
