@@ -2,11 +2,12 @@
 
     python benchmarks/checkpointing.py [--work FOLDER]
 
-All four are measured in this invocation, each in a process of its own, on the case of `text_case.py`. Peaks
+All are measured in this invocation, each in a process of its own, on the case of `text_case.py`: the plugin
+twice, with stock's operators (`kernels: off`), which is what is required of, and with `kernels: auto`. Peaks
 are the bytes requested from the simulated device and launches the operators sent to it, copies and
 synchronisations included; neither is a figure of real hardware. What the floor is made of stands in
 `checkpointing_floor.py`. Progress goes to stderr; the last line of stdout is JSON. The exit code is 1 where
-the losses differ or a requirement of REQUIRED is missed.
+the losses of stock's operators differ or a requirement of REQUIRED is missed.
 """
 
 import argparse
@@ -40,6 +41,7 @@ REQUIRED: dict[str, tuple[str, float]] = {
     "vs_trainer_peak": ("<=", 1.0),
     "vs_trainer_launches": ("<=", 0.85),
     "over_floor": ("<=", 1.15),
+    "kernels_peak_ratio": ("<=", 1.0),
 }
 
 
@@ -61,11 +63,10 @@ def prepare_environment(cache: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def measure_host(assets: Path, work: Path, plugin: bool) -> Measured:
+def measure_host(assets: Path, folder: Path, **how: Any) -> Measured:
     """Run `llamafactory-cli train`, as a user does."""
-    folder = work / ("plugin" if plugin else "stock")
     folder.mkdir()
-    result = Train(assets, folder, simulator_missing=None)(plugin=plugin, timeout=1800, **RECIPE)
+    result = Train(assets, folder, simulator_missing=None)(timeout=1800, **{**RECIPE, **how})
     if result.code:
         raise SystemExit(f"llamafactory-cli ended with {result.code}:\n{result.text[-4000:]}")
     return Measured(result.peak(), sum(result.operators.values()), result.losses, result.grad_norms)
@@ -106,16 +107,19 @@ def run_module(arguments: list[str], record: Path) -> str:
 
 
 def measure(work: Path) -> dict[str, Any]:
-    """Measure all four and return the figures."""
+    """Measure all of them and return the figures."""
     with console.status("building the model and the data"):
         assets = work / "assets"
         build(assets, [MODEL, "data"])
     with console.status("stock"):
-        stock = measure_host(assets, work, plugin=False)
+        stock = measure_host(assets, work / "stock", plugin=False)
     console.print(f"stock   {show(stock)}")
     with console.status("plugin"):
-        plugin = measure_host(assets, work, plugin=True)
+        plugin = measure_host(assets, work / "plugin")
     console.print(f"plugin  {show(plugin)}")
+    with console.status("plugin with its kernels"):
+        kernels = measure_host(assets, work / "kernels", ascend={"kernels": "auto"})
+    console.print(f"kernels {show(kernels)}")
     with console.status("plain Trainer"):
         trainer = measure_trainer(assets, work)
     console.print(f"trainer {show(trainer)}")
@@ -125,8 +129,10 @@ def measure(work: Path) -> dict[str, Any]:
     return {
         "stock_peak_mib": round(stock.peak / MIB, 2),
         "plugin_peak_mib": round(plugin.peak / MIB, 2),
+        "kernels_peak_mib": round(kernels.peak / MIB, 2),
         "trainer_peak_mib": round(trainer.peak / MIB, 2),
         "ratio": round(stock.peak / plugin.peak, 4),
+        "kernels_peak_ratio": round(kernels.peak / plugin.peak, 4),
         "vs_trainer_peak": round(plugin.peak / trainer.peak, 4),
         "vs_trainer_launches": round(plugin.launches / trainer.launches, 4),
         "floor_mib": round(floor["floor"] / MIB, 2),

@@ -37,7 +37,7 @@ def measure_step(assets: Path, folder: Path, **how: Any) -> Counter[str]:
     train = Train(assets, folder, simulator_missing=None)
     counts = []
     for steps in (1, 2):
-        result = train(timeout=1800, **{**RECIPE, "max_steps": steps}, **how)
+        result = train(timeout=1800, **{**RECIPE, "max_steps": steps, **how})
         if result.code:
             raise SystemExit(f"llamafactory-cli ended with {result.code}:\n{result.text[-4000:]}")
         counts.append(result.operators)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 OUT = ROOT / "demo" / "out"
 STEPS = yaml.safe_load((ROOT / "demo" / "recipe.yaml").read_text(encoding="utf-8"))["max_steps"]
 MIB = 1 << 20
+TOLERANCE = 2e-3  # relative; with the plugin's kernels sums are added in another order, in bfloat16
 # in a process of its own: torch would load the simulated NPU here, and Transformers' bars would be drawn
 BUILD = "import sys, pathlib, demo.model; demo.model.build_model(pathlib.Path(sys.argv[1]))"
 
@@ -57,8 +58,18 @@ def main() -> int:
         results.append(result)
     stock, ours = results
     console.print(compare(stock, ours, where))
+    if not reason:
+        console.print(
+            "Losses differ by rounding alone: with the plugin's kernels sums are added in another order. "
+            "`ascend: {kernels: off}` keeps stock's."
+        )
     console.print(f"report: {ours.output.relative_to(ROOT) / 'ascend_report.json'}")
-    return 0 if stock.losses == ours.losses else 1
+    return 0 if all(map(agree, stock.losses, ours.losses)) else 1
+
+
+def agree(before: float, after: float) -> bool:
+    """True where two losses differ by rounding only."""
+    return abs(after - before) <= TOLERANCE * abs(before)
 
 
 def train(plugin: bool, npu: bool, model: Path, console: Console) -> Result:
@@ -125,9 +136,9 @@ def compare(stock: Result, ours: Result, where: str) -> Table:
     for column, justify in (("", "left"), ("stock", "right"), ("with the plugin", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for step, (before, after) in enumerate(zip(stock.losses, ours.losses, strict=True), 1):
-        table.add_row(
-            f"loss, step {step}", f"{before:.4f}", f"{after:.4f}", "same" if before == after else "different"
-        )
+        verdict = f"within {TOLERANCE:.1%}" if agree(before, after) else "different"
+        verdict = "same" if before == after else verdict
+        table.add_row(f"loss, step {step}", f"{before:.4f}", f"{after:.4f}", verdict)
     table.add_section()
     if stock.simulator and ours.simulator:
         before, after = stock.peak(), ours.peak()

@@ -15,6 +15,7 @@ from typing import Any
 
 HOST = "llamafactory"
 SWITCH = "LLAMAFACTORY_ASCEND"
+LAUNCHED = "LLAMAFACTORY_ASCEND_RUN"  # the launcher sets it for its ranks
 
 Ready = Callable[[str], None]
 
@@ -34,6 +35,13 @@ def say_off(error: Exception) -> None:
 def is_switched_off() -> bool:
     """True where ``LLAMAFACTORY_ASCEND`` is 0, false, off or no."""
     return os.environ.get(SWITCH, "").strip().lower() in {"0", "false", "off", "no"}
+
+
+def say_misunderstood_switch() -> None:
+    """Name a value of LLAMAFACTORY_ASCEND that means nothing; once, by the launcher where there is one."""
+    value = os.environ.get(SWITCH, "").strip()
+    if value.lower() not in {"", "1", "true", "on", "yes"} and LAUNCHED not in os.environ:
+        say(f"{SWITCH}={value} is not understood, the plugin stays on; 0 switches it off")
 
 
 def autoload() -> None:
@@ -62,6 +70,7 @@ class Watcher:
     def activate(self) -> None:
         """Hook the host's modules. One line on stderr and an untouched host if that is impossible."""
         self.active = True
+        say_misunderstood_switch()
         try:
             import wrapt  # noqa: F401  # missing, it must be missed before the first module is hooked
 

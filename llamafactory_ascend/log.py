@@ -1,9 +1,14 @@
 """Where the plugin speaks: one logger on stderr, rank 0 unless said otherwise."""
 
+import functools
 import logging
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
+
+from llamafactory_ascend.errors import AscendError
+
+TRACE = "LLAMAFACTORY_ASCEND_TRACE"
 
 _logger = logging.getLogger("llamafactory_ascend")
 
@@ -47,3 +52,26 @@ def warn(message: str, every_rank: bool = False) -> None:
         _ready().warning(f"rank {rank()}: {message}")
     elif rank() == 0:
         _ready().warning(message)
+
+
+def is_tracing() -> bool:
+    """True where the user wants to see the plugin's own calls and tracebacks."""
+    return os.environ.get(TRACE, "").lower() in {"1", "true", "on", "yes"}
+
+
+@functools.cache
+def hide_tracebacks() -> None:
+    """Let an AscendError that nobody catches print its message alone; once per process.
+
+    It is a decision with a next step in it, and forty lines of frames above it look like a crash. Other
+    exceptions print what they always did, and so does this one where the user traces the plugin.
+    """
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, AscendError) and not is_tracing():
+            print(f"[llamafactory-ascend] {error}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = excepthook

@@ -4,6 +4,7 @@ What a third party's hook raises is a finding and not the end of a run (unless i
 deliberate refusal, or the recipe is strict). The same holds for built-in hooks that only observe.
 """
 
+import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -12,13 +13,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from llamafactory_ascend import __version__, hookspecs, run
+from llamafactory_ascend import __version__, hookspecs, log, run
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.kernels.backends import Backend
 from llamafactory_ascend.patching import Patch
@@ -26,7 +27,6 @@ from llamafactory_ascend.patching import Patch
 DISTRIBUTION = "llamafactory-ascend-plugin"
 GROUP = "llamafactory_ascend"
 PINNED = "LLAMAFACTORY_ASCEND_PLUGINS"
-TRACE = "LLAMAFACTORY_ASCEND_TRACE"
 OLDEST_PLUGGY = (1, 5)
 
 BUILT_IN = (
@@ -36,6 +36,7 @@ BUILT_IN = (
     "llamafactory_ascend.features.checkpointing",
     "llamafactory_ascend.features.gradient_audit",
     "llamafactory_ascend.features.sharding",
+    "llamafactory_ascend.features.resuming",
     "llamafactory_ascend.features.adapter",
     "llamafactory_ascend.features.memory",
 )
@@ -67,7 +68,7 @@ def manager() -> pluggy.PluginManager:
     every_hook = {name for name in vars(hookspecs) if name.startswith("ascend_")}
     for entry in third_party():
         _register(found, entry.name, entry.load, every_hook)
-    if os.environ.get(TRACE, "").lower() in {"1", "true", "on", "yes"}:
+    if log.is_tracing():
         _trace(found)
     return found
 
@@ -96,6 +97,28 @@ def third_party() -> list[importlib.metadata.EntryPoint]:
     for name in sorted(wanted - {entry.name for entry in entries}):
         run.current().miss("strict", f"{PINNED} names the plugin `{name}`, which is not installed")
     return [entry for entry in entries if entry.name in wanted]
+
+
+def check_names(names: Iterable[str], where: Callable[[str], str]) -> None:
+    """Refuse settings for a plugin that is not installed; one that is switched off may keep its own.
+
+    Args:
+        names: the keys of ``ascend.plugins``.
+        where: dotted key -> the place it was written, for the message.
+
+    Raises:
+        AscendError: a name that no installed plugin has, with the nearest one that does.
+    """
+    installed = sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+    for name in names:
+        if name not in installed:
+            key, near = f"ascend.plugins.{name}", difflib.get_close_matches(name, installed, n=1)
+            known = f"installed: {', '.join(installed)}" if installed else "none is installed"
+            raise AscendError(
+                f"{where(key)}: `{key}`: there is no plugin `{name}`: "
+                + (f"did you mean `{near[0]}`?" if near else known),
+                "install it, or remove its settings",
+            )
 
 
 def _register(found: pluggy.PluginManager, name: str, load: Callable[[], Any], guarded: set[str]) -> None:

@@ -31,6 +31,11 @@ class Finding:
     subject: str
     message: str
 
+    def sentence(self) -> str:
+        """Return subject and message, the subject once: "plugin: plugin `x` is off" says it twice."""
+        named = self.message.startswith(f"{self.subject} ")
+        return self.message if named else f"{self.subject}: {self.message}"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -63,13 +68,14 @@ class Run:
         if finding not in self.findings:
             self.findings.append(finding)
             if level != "note":
-                log.warn(f"{subject}: {message}")
+                log.warn(finding.sentence())
 
-    def miss(self, feature: str, message: str, hint: str = "") -> None:
+    def miss(self, feature: str, message: str, hint: str = "", consequence: str = "") -> None:
         """Something promised did not happen: an error where it was asked for, else a loud finding.
 
         Args:
             feature: the setting that promises it; `strict` where no setting of its own does.
+            consequence: what follows where it is no error; said behind the message.
 
         Raises:
             AscendError: `strict: true`, or the recipe names the feature.
@@ -81,7 +87,7 @@ class Run:
         self.find(
             "warning",
             "plugin" if feature == "strict" else feature,
-            f"{message} ({hint})" if hint else message,
+            f"{message}{consequence}" + (f" ({hint})" if hint else ""),
         )
 
     def judge_early_misses(self) -> None:
@@ -113,7 +119,8 @@ class Run:
             place = f"{frame.filename}:{frame.lineno}"
             self.miss(
                 "strict",
-                f"{what} failed: {type(error).__name__}: {error} at {place}; the run goes on without it",
+                f"{what} failed: {type(error).__name__}: {error} at {place}",
+                consequence="; the run goes on without it",
             )
             return None
 

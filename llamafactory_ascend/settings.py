@@ -29,10 +29,11 @@ class Settings(BaseModel):
         ),
     )
     kernels: Literal["auto", "off"] | dict[str, str] = Field(
-        default="off",
+        default="auto",
         description=(
-            "`auto`: on an NPU, the first usable back end for each operator; `off`: leave every one to "
-            "Transformers and the host; or operator: back end pairs, `auto` or `off`; see docs/kernels.md."
+            "`auto`: on an NPU, the first usable back end for each operator, compared with the old code in the "
+            "first step; `off`: leave every one to Transformers and the host; or operator: back end pairs, "
+            "`auto` or `off`; see docs/kernels.md."
         ),
     )
     plugins: dict[str, dict[str, Any]] = Field(
@@ -49,8 +50,13 @@ class Settings(BaseModel):
     @classmethod
     def _known_operators(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
-            return "off" if value is False else value
-        for name in value:
+            value = "off" if value is False else value
+            if value not in ("auto", "off"):
+                raise ValueError("it must be `auto`, `off` or a block of operator: back end")
+            return value
+        for name, wish in value.items():
+            if not isinstance(wish, str) and wish is not False:
+                raise ValueError(f"the back end of `{name}` must be a name, `auto` or `off`")
             if name not in OPERATORS:
                 near = difflib.get_close_matches(str(name), OPERATORS, n=1)
                 known = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(OPERATORS)}"
@@ -62,12 +68,13 @@ class Settings(BaseModel):
         return self.strict or (key in self.model_fields_set and getattr(self, key) not in ("off", False))
 
 
-def read(block: Any, where: str) -> Settings:
+def read(block: Any, where: str, words: Sequence[str] = ()) -> Settings:
     """Check an ``ascend:`` block.
 
     Args:
         block: what the recipe holds under ``ascend`` (None: nothing).
         where: the recipe's name for messages.
+        words: the command line; a mistake that was made there is not blamed on the recipe.
 
     Raises:
         AscendError: an unknown key (with the nearest known one) or a value that cannot be.
@@ -82,12 +89,21 @@ def read(block: Any, where: str) -> Settings:
     try:
         return Settings.model_validate(dict(block))
     except ValidationError as error:
-        raise AscendError("\n".join(_explain(line, where) for line in error.errors())) from None
+        raise AscendError("\n".join(_explain(line, where, words) for line in error.errors())) from None
 
 
-def _explain(error: Any, where: str) -> str:
+def place(key: str, where: str, words: Sequence[str]) -> str:
+    """Return where a dotted key comes from: the command line, if it or a part of it stands there."""
+    given = [str(word).removeprefix("--").partition("=")[0] for word in words]
+    ours = [name for name in given if name.startswith(f"{KEY}.")]
+    found = any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in ours)
+    return "command line" if found else where
+
+
+def _explain(error: Any, where: str, words: Sequence[str]) -> str:
     path = [str(part) for part in error["loc"]]
     key = ".".join([KEY, *path])
+    where = place(key, where, words)
     if error["type"] == "extra_forbidden":
         known = _keys_beside(path)
         near = difflib.get_close_matches(path[-1], known, n=1)
@@ -123,7 +139,7 @@ def take(args: Any) -> tuple[Any, Any]:
         The arguments without our block (a new object) and the block, None if there is none.
 
     Raises:
-        AscendError: a word without a value, or a key under something that is not a block.
+        AscendError: a word without a value or with a broken one, or a key under something that is no block.
     """
     if isinstance(args, Mapping):
         ours = [key for key in args if key == KEY or str(key).startswith(f"{KEY}.")]
@@ -137,9 +153,17 @@ def take(args: Any) -> tuple[Any, Any]:
         words, pairs = _take_words(args)
         block = None
         for name, text in pairs:
-            block = _put(block, name.split("."), 1, yaml.safe_load(text))
+            block = _put(block, name.split("."), 1, _value(name, text))
         return words, block
     return args, None
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        what = f"`--{name}` is `{text}`, which is not YAML: {getattr(error, 'problem', error)}"
+        raise AscendError(what, f"quote it: --{name} '\"...\"'") from None
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:

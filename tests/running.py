@@ -108,6 +108,8 @@ class Train:
         if npu and self.simulator_missing:
             pytest.skip(self.simulator_missing)
         self.count += 1
+        if not plugin:
+            changes.pop("ascend", None)  # stock ends with an error on a key that it does not know
         recipe = self.recipe(**changes)
         path = self.folder / f"recipe{self.count}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")

@@ -14,7 +14,7 @@ from llamafactory_ascend.cli import app
 from llamafactory_ascend.cli.diagnosis import Exit, Probe, Surroundings, judge
 from tests.installed import ROOT
 
-VERBS = (["doctor"], ["patches"], ["check", "adapter"])
+VERBS = (["doctor"], ["patches"], ["check", "adapter"], ["check", "kernels"])
 SOUND = Surroundings(environment={}, wrapt=True, entry_point=True)
 
 
@@ -200,3 +200,56 @@ def test_check_adapter_says_what_is_missing(tmp_path: Path) -> None:
     verdict = json.loads(CliRunner().invoke(app, ["check", "adapter", str(tmp_path), "--json"]).stdout)
     assert not verdict["ok"] and len(verdict["problems"]) == 2
     assert CliRunner().invoke(app, ["check", "adapter", str(tmp_path / "no")]).exit_code == 2
+
+
+WRONG = """
+from llamafactory_ascend import hookimpl
+from llamafactory_ascend.kernels.backends import Backend
+
+
+@hookimpl
+def ascend_kernels():
+    return [Backend("careless", "swiglu", "careless:swiglu", 5)]
+
+
+def swiglu(gate, up):
+    return gate.sigmoid() * up  # without the gate itself
+"""
+
+
+def check_kernels(path: Path | None = None, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `check kernels` on a plain CPU, with a folder put on the path."""
+    surroundings = {**os.environ, "PYTHONPATH": str(path or ""), **env}
+    command = [str(Path(sys.executable).with_name("llamafactory-ascend")), "check", "kernels", *words]
+    return subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=300)
+
+
+def test_check_kernels_on_a_cpu() -> None:
+    done = check_kernels()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not usable swiglu torch_npu: it runs on npu, this is cpu" in done.stdout
+    assert "near-identical keys" in done.stdout and done.stdout.endswith("all right: 36 comparisons\n")
+
+
+def test_check_kernels_finds_a_wrong_back_end(tmp_path: Path) -> None:
+    """That of somebody else's package, beside our own, which are right."""
+    (tmp_path / "careless.py").write_text(WRONG, encoding="utf-8")
+    info = tmp_path / "careless-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: careless\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[llamafactory_ascend]\ncareless = careless\n")
+    done = check_kernels(tmp_path, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["ok"]
+    wrong = [verdict for verdict in found["verdicts"] if not verdict["passed"]]
+    assert {(verdict["operator"], verdict["backend"]) for verdict in wrong} == {("swiglu", "careless")}
+    assert [verdict["dtype"] for verdict in wrong] == ["float32", "float16", "bfloat16"]
+    assert set(wrong[0]["errors"]) == {"output", "d_gate", "d_up"}
+
+
+def test_check_kernels_without_torch(tmp_path: Path) -> None:
+    done = check_kernels(package(tmp_path, "torch", "raise OSError('no driver')"))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error torch cannot be imported: OSError: no driver\ntype: llamafactory-ascend doctor\n"
+    )

@@ -43,16 +43,18 @@ def test_demo_compares_two_runs_on_the_simulated_npu() -> None:
         "step 12 of 12" in printed
         and "LLAMAFACTORY_ASCEND=0 llamafactory-cli train demo/recipe.yaml" in printed
     )
-    assert len(re.findall(r"loss, step \d+ .* same ", printed)) == 12
-    assert losses("stock") == losses("plugin") and len(losses("stock")) == 12
+    assert len(re.findall(r"loss, step \d+ .* (?:same|within 0\.2%) ", printed)) == 12
+    assert losses("plugin") == pytest.approx(losses("stock"), rel=2e-3) and len(losses("stock")) == 12
 
     stock, ours = simulated("stock"), simulated("plugin")
-    assert ours["peak"] < 0.5 * stock["peak"] and ours["launches"] < stock["launches"]
+    assert ours["peak"] < 0.5 * stock["peak"] and ours["launches"] < 0.35 * stock["launches"]
     for counted in (stock, ours):
         assert f"{counted['peak'] / 2**20:.1f} MiB" in printed and f"{counted['launches']:,}" in printed
 
     report = ROOT / re.search(r"report: (\S+)", printed)[1]  # type: ignore[index]
-    assert json.loads(report.read_text(encoding="utf-8"))["state"] == "completed"
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["state"] == "completed"
+    assert found["ranks"][0]["kernels"]["attested"]["gated_delta_rule"]["called"] == 6
     assert not (OUT / "stock" / "ascend_report.json").exists()
 
 

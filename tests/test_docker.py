@@ -100,3 +100,12 @@ def test_compose_gives_two_cards_and_the_driver() -> None:
     }
     assert service["build"]["args"] == ["BASE_IMAGE"]
     assert "ARG BASE_IMAGE=" in DOCKERFILE.read_text(encoding="utf-8")
+
+
+def test_compose_lines_for_the_model_cache_work_once_uncommented() -> None:
+    text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    start = text.index("    working_dir:")
+    service = yaml.safe_load(re.sub(r"(?m)^(\s+)# ", r"\1", text[:start]) + text[start:])["services"]["train"]
+    source, _, target = service["volumes"][-1].rpartition(":")
+    assert source == "${HF_HOME:-~/.cache/huggingface}"
+    assert service["environment"] == {"HF_HOME": target}

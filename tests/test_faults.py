@@ -286,6 +286,43 @@ def test_closed_stderr(light: Path) -> None:
     assert run(light, script="import sys\nsys.stderr.close()\n" + IMPORT).out == "launched\n"
 
 
+@pytest.mark.parametrize(("value", "lines"), [("banana", 1), ("1", 0), ("TRUE", 0), ("", 0)])
+def test_a_switch_that_is_not_understood_is_named_once(light: Path, value: str, lines: int) -> None:
+    script = IMPORT + "import llamafactory.hparams.parser\n"
+    write(light, {"wrapt.py": "def register_post_import_hook(*_): ...\n"})
+    result = run(light, script=script, LLAMAFACTORY_ASCEND=value)
+    assert result.code == 0
+    said = [line for line in result.lines if "LLAMAFACTORY_ASCEND=banana is not understood" in line]
+    assert len(said) == len(result.lines) == lines
+    ranks = run(light, script=script, LLAMAFACTORY_ASCEND=value, LLAMAFACTORY_ASCEND_RUN="abc")
+    assert ranks.lines == []
+
+
+REFUSAL = """
+from llamafactory_ascend.host import seams
+from llamafactory_ascend.errors import AscendError
+seams.ledger()
+seams.ledger()
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "trace", "frames"),
+    [
+        ("AscendError('it cannot be', 'type this')", "", False),
+        ("AscendError('it cannot be', 'type this')", "1", True),
+        ("ValueError('of another kind')", "", True),
+    ],
+)
+def test_a_refusal_prints_no_frames(host: Path, error: str, trace: str, frames: bool) -> None:
+    result = run(host, script=REFUSAL.format(error=error), LLAMAFACTORY_ASCEND_TRACE=trace)
+    assert result.code == 1
+    assert ("Traceback" in result.err) is frames
+    if not frames:
+        assert result.err == "[llamafactory-ascend] it cannot be\n  next: type this\n"
+
+
 @pytest.mark.parametrize("switch", [{"LLAMAFACTORY_ASCEND": "0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}])
 def test_switched_off(light: Path, switch: dict[str, str]) -> None:
     script = IMPORT + "import sys\nprint('llamafactory_ascend.plugins' in sys.modules)\n"

@@ -103,8 +103,9 @@ def test_exception_in_a_hook(folder: Path, hook: str) -> None:
         f"plugin `broken`: {hook} failed: KeyError: 'lost' at {place}:5; the run goes on without it"
     ]
     run.current().settings = settings.read({"strict": True}, "x.yaml")
-    with pytest.raises(AscendError, match="KeyError: 'lost'"):
+    with pytest.raises(AscendError) as stop:
         call(hook)
+    assert str(stop.value) == f"plugin `broken`: {hook} failed: KeyError: 'lost' at {place}:5"  # it ends here
 
 
 def test_deliberate_refusal(folder: Path) -> None:
@@ -193,3 +194,19 @@ def test_the_manager_loads_without_transformers() -> None:
         "print([name for name in heavy if name in sys.modules])"
     )
     assert run_script(script=script).out == "[]\n"
+
+
+def test_settings_of_a_plugin_that_is_switched_off_are_no_mistake(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plugin(folder, "one", HOOK + "def ascend_environment(command):\n    return {}\n")
+    monkeypatch.setenv(plugins.PINNED, "none")
+    plugins.check_names(["one"], lambda _: "x.yaml")
+    with pytest.raises(AscendError, match=r"x\.yaml: `ascend\.plugins\.on`: .*did you mean `one`"):
+        plugins.check_names(["on"], lambda _: "x.yaml")
+
+
+def test_a_plugin_that_is_off_is_said_in_one_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plugin(folder, "broken", "1 / 0\n")
+    plugins.manager()
+    assert capsys.readouterr().err.startswith("[llamafactory-ascend] plugin `broken` is off: ")

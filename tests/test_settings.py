@@ -61,11 +61,32 @@ def test_asked_for(block: dict[str, Any], key: str, asked: bool) -> None:
         ("on", "x.yaml: `ascend` is 'on', it must be a block of keys"),
         ([{"strict": True}], "x.yaml: `ascend` is [{'strict': True}], it must be a block of keys"),
         ({1: True}, "x.yaml: `ascend.1` is 1: Keys should be strings"),
+        ({"kernels": "fla"}, "x.yaml: `ascend.kernels` is 'fla': Value error, it must be `auto`, `off` or a"),
+        ({"kernels": None}, "x.yaml: `ascend.kernels` is None: Value error, it must be `auto`, `off` or a"),
+        (
+            {"kernels": {"rope": 5}},
+            "`ascend.kernels` is {'rope': 5}: Value error, the back end of `rope` must",
+        ),
     ],
 )
 def test_mistakes(block: Any, message: str) -> None:
     with pytest.raises(AscendError, match=re.escape(message)):
         settings.read(block, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["x.yaml"], "x.yaml"),
+        (["x.yaml", "ascend.strict=true", "strikt=1"], "x.yaml"),
+        (["x.yaml", "ascend.strikt=1"], "command line"),
+        (["x.yaml", "--ascend.strikt", "1"], "command line"),
+        (["--ascend.strikt=1"], "command line"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_recipe(words: list[str], place: str) -> None:
+    with pytest.raises(AscendError, match=f"^{place}: unknown key `ascend.strikt`"):
+        settings.read({"strikt": 1}, "x.yaml", words)
 
 
 def test_unknown_key_without_a_near_one_lists_all() -> None:
@@ -107,6 +128,13 @@ def test_take(args: Any, rest: Any, block: Any) -> None:
 def test_word_without_value(words: list[str]) -> None:
     with pytest.raises(AscendError, match=r"(?s)`--ascend.strict` has no value.*--ascend.strict=VALUE"):
         settings.take(words)
+
+
+def test_a_broken_value_on_the_command_line_is_named() -> None:
+    with pytest.raises(
+        AscendError, match=r"(?s)`--ascend.plugins.a.b` is `\{a`, which is not YAML.*quote it"
+    ):
+        settings.take(["--ascend.plugins.a.b", "{a"])
 
 
 @pytest.mark.parametrize(

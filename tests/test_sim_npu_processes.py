@@ -248,12 +248,18 @@ def check_collectives() -> None:
     gathered = torch.zeros(4, device=device)
     dist.all_gather_into_tensor(gathered, mine)
     assert gathered.tolist() == [1, 1, 2, 2]
+    gathered = torch.zeros(4, device=device)
+    dist.all_gather_into_tensor(gathered, mine[None])  # a row of [1, 2] each: gloo alone refuses the shapes
+    assert gathered.tolist() == [1, 1, 2, 2]
     parts = [torch.zeros(2, device=device) for _ in range(2)]
     dist.all_gather(parts, mine)
     assert [p.tolist() for p in parts] == [[1, 1], [2, 2]]
     scattered = torch.zeros(2, device=device)
     dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device=device) + rank, op=dist.ReduceOp.AVG)
     assert scattered.tolist() == [2 * rank + 0.5, 2 * rank + 1.5]
+    scattered = torch.zeros(1, 2, device=device)
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device=device) + rank)
+    assert scattered.tolist() == [[4.0 * rank + 1, 4.0 * rank + 3]]
     exchanged = torch.zeros(2, device=device)
     dist.all_to_all_single(exchanged, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device))
     assert exchanged.tolist() == [rank, 10 + rank]

@@ -1,10 +1,12 @@
-"""``llamafactory-ascend check``: is what a run left on disk whole?"""
+"""``llamafactory-ascend check``: is what a run left on disk whole, and are this machine's kernels right?"""
 
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from llamafactory_ascend.cli import check_kernels
 
 EPILOG = """
 Examples:
@@ -16,12 +18,15 @@ Examples:
 Exit codes: 0 whole, 1 problems, 2 no such folder.
 """
 
-app = typer.Typer(help="Say whether what a run left on disk is whole.", no_args_is_help=True, epilog=EPILOG)
+HELP = "Say whether what a run left on disk is whole, and whether the kernels of this machine are right."
+
+app = typer.Typer(help=HELP, no_args_is_help=True, epilog=EPILOG)
+app.command("kernels", epilog=check_kernels.EPILOG)(check_kernels.kernels)
 
 
 @app.callback()
 def check() -> None:
-    """Say whether what a run left on disk is whole."""
+    """Say whether what a run left on disk is whole, and whether the kernels of this machine are right."""
 
 
 @app.command("adapter", epilog=EPILOG)

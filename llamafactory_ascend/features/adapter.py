@@ -21,6 +21,11 @@ def check_adapter(folder: Path) -> "AdapterCheck":
     return check(folder)
 
 
+def not_whole(what: str, problems: list[str]) -> str:
+    """Return a message whose first line names the first problem, for who shows that line alone."""
+    return f"{what} is not whole: {problems[0]}" + "".join(f"\n  - {problem}" for problem in problems[1:])
+
+
 @hookimpl
 def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCallback]":
     assert run.arguments is not None
@@ -53,7 +58,7 @@ def ascend_saved(run: "Run", trainer: "Trainer") -> None:
     broken = [problem for rank in all_gather(problems) for problem in rank or []]
     if broken:
         raise AscendError(
-            f"the adapter in {folder} is not whole:\n" + "\n".join(f"  - {problem}" for problem in broken),
+            not_whole(f"the adapter in {folder}", broken),
             "resume from the last good checkpoint (see `checkpoints` in ascend_report.json)",
         )
 

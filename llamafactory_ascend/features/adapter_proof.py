@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from llamafactory_ascend.checks.adapter import check
+from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
     from llamafactory_ascend.run import Run
@@ -23,6 +24,7 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run: "Run", expected: Mapping[str, tuple[int, ...]] | None) -> None:
         self.run, self.expected, self.trained = run, expected, False
         self.pending: Path | None = None
+        self.due = False  # a checkpoint was written, by this rank or by another
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -33,6 +35,7 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The host's reward and PPO trainers rewrite the files in an on_save that comes after this one.
+        self.due = True
         if args.should_save:
             self.pending = Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
@@ -43,12 +46,33 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
         self.judge()
 
     def judge(self) -> None:
-        """Check the checkpoint that was saved last, unless `save_total_limit` has already deleted it."""
+        """Check the checkpoint that was saved last; a broken one is an error finding.
+
+        Raises:
+            AscendError: `strict: true` and it is broken, on every rank: what follows would be lost time.
+        """
+        due, self.due = self.due, False
+        broken = self.check_pending()
+        if due and self.run.settings.strict:
+            from llamafactory_ascend.features.adapter import not_whole
+            from llamafactory_ascend.report.gathering import all_gather
+
+            found = next((problems for problems in all_gather(broken) if problems), None)
+            if found:
+                raise AscendError(
+                    not_whole(f"the adapter of {found[0]}", found[1]),
+                    "resume from the last good checkpoint (see `checkpoints` in ascend_report.json), or "
+                    "leave `ascend.strict` out to be told and go on",
+                )
+
+    def check_pending(self) -> tuple[str, list[str]] | None:
+        """Return the checkpoint this rank has written and its problems; None if good, or already deleted."""
         folder, self.pending = self.pending, None
         if folder is None or not folder.is_dir():
-            return
+            return None
         result = check(folder, self.expected, self.trained)
         section = self.run.facts.setdefault("adapter", {})
         section.setdefault("checkpoints", {})[folder.name] = {"ok": result.ok, "sha256": result.sha256}
         for problem in result.problems:
             self.run.find("error", "adapter", f"{folder.name}: {problem}")
+        return (str(folder), list(result.problems)) if result.problems else None

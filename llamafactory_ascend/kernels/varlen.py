@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from llamafactory_ascend.errors import AscendError
+
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
@@ -65,9 +67,17 @@ def of(
 
     Returns:
         None where neither tells sequences apart, or each row is one sequence.
+
+    Raises:
+        AscendError: there are more or fewer position ids than tokens.
     """
     if rows * tokens == 0:
         return None
+    if position_ids is not None and position_ids.shape[-1] != tokens:
+        raise AscendError(
+            f"packing: the batch has {tokens} tokens a row, but {position_ids.shape[-1]} position ids",
+            "set `packing: false` and `neat_packing: false`",
+        )
     found = None
     if position_ids is not None:
         found = _remembered(position_ids, starts_of_positions, rows, tokens)

@@ -1,8 +1,10 @@
 """Where packed samples begin, from position ids and from the host's block-diagonal mask."""
 
+import pytest
 import torch
 from llamafactory.data.collator import prepare_4d_attention_mask
 
+from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.kernels import varlen
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 4, 0, 1, 2]])
@@ -26,6 +28,11 @@ def test_positions_that_run_through() -> None:
     mask = prepare_4d_attention_mask(INDICES, torch.float32)
     found = varlen.of(torch.arange(8)[None], mask, 2, 8)
     assert found is not None and found.cu_seqlens.tolist() == [*STARTS, 16]
+
+
+def test_positions_that_are_too_few() -> None:
+    with pytest.raises(AscendError, match="16 tokens a row, but 8 position ids"):
+        varlen.of(POSITIONS, None, 2, 16)
 
 
 def test_axes_of_multimodal_positions() -> None:

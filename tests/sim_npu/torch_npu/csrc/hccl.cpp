@@ -30,6 +30,16 @@ static std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
   for (auto& tensors : lists) aliases.push_back(on_host(tensors));
   return aliases;
 }
+// gloo wants outputs shaped like the inputs, HCCL only counts elements: gloo sees the memory as one row.
+static Tensor flat_on_host(const Tensor& t) {
+  auto a = on_host(t);
+  return a.as_strided({a.numel()}, {1});
+}
+static Tensors flat_on_host(const Tensors& tensors) {
+  Tensors rows;
+  for (auto& t : tensors) rows.push_back(flat_on_host(t));
+  return rows;
+}
 static Tensors flatten(const std::vector<Tensors>& lists) {
   Tensors all;
   for (auto& tensors : lists) all.insert(all.end(), tensors.begin(), tensors.end());
@@ -124,14 +134,14 @@ struct HcclBackend final : c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& given) override {
     auto options = given;
-    auto out = on_host(output), in = on_host(input);
+    auto out = flat_on_host(output), in = flat_on_host(input);
     auto after = average(options, {out});
     return wrap(gloo->_reduce_scatter_base(out, in, options), {output}, Tensors{out, in}, after);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& given) override {
     auto options = given;
-    auto out = on_host(outputs), in = on_host(inputs);
+    auto out = flat_on_host(outputs), in = flat_on_host(inputs);
     auto after = average(options, out);
     return wrap(gloo->reduce_scatter_tensor_coalesced(out, in, options), outputs, std::make_pair(out, in), after);
   }
@@ -147,12 +157,12 @@ struct HcclBackend final : c10d::Backend {
     return wrap(gloo->allgather(out, in, options), flatten(outputs), std::make_pair(out, in));
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto out = on_host(output), in = on_host(input);
+    auto out = flat_on_host(output), in = flat_on_host(input);
     return wrap(gloo->_allgather_base(out, in, options), {output}, Tensors{out, in});
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    auto out = on_host(outputs), in = on_host(inputs);
+    auto out = flat_on_host(outputs), in = flat_on_host(inputs);
     return wrap(gloo->allgather_into_tensor_coalesced(out, in, options), outputs, std::make_pair(out, in));
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
