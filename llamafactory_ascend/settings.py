@@ -31,8 +31,8 @@ class Settings(BaseModel):
     kernels: Literal["auto", "off"] | dict[str, str] = Field(
         default="auto",
         description=(
-            "`auto`: on an NPU, the first usable back end for each operator, compared with the old code in the "
-            "first step; `off`: leave every one to Transformers and the host; or operator: back end pairs, "
+            "`auto`: on an NPU, the first usable back end for each operator, compared with the old code in "
+            "the first step; `off`: leave every one to Transformers and the host; or operator: back end pairs, "
             "`auto` or `off`; see docs/kernels.md."
         ),
     )
