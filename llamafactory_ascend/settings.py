@@ -32,8 +32,8 @@ class Settings(BaseModel):
         default="auto",
         description=(
             "`auto`: on an NPU, the first usable back end for each operator, compared with the old code in "
-            "the first step; `off`: leave every one to Transformers and the host; or operator: back end pairs, "
-            "`auto` or `off`; see docs/kernels.md."
+            "the first step; `off`: leave every one to Transformers and the host; or operator: back end "
+            "pairs, `auto` or `off`; see docs/kernels.md."
         ),
     )
     plugins: dict[str, dict[str, Any]] = Field(
