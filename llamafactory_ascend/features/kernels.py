@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 FUSED = ("rms_norm", "rms_norm_1p", "rms_norm_gated", "rope", "swiglu")
 SEQUENTIAL = tuple(name for name, operator in OPERATORS.items() if operator.sequential)
 
+ROW_NUMBERED = (
+    "plain `packing` of a vision-language model numbers each row through, so that its linear attention "
+    "carries every packed sample into the next; set `neat_packing: true`"
+)
+
 
 @dataclass
 class Plan:
@@ -73,6 +78,9 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
     choices = {name: selection.select(name, wish, known, family, conditions) for name, wish in wishes.items()}
     if family is not None and family.hybrid and packed:
         judge_packing(run, choices, here.type)
+        if not arguments.data.neat_packing and f"{model_type}_text" in family.model_types:
+            # Its collator numbers a row by its images, and loses the positions that tell samples apart.
+            run.find("warning", "kernels", ROW_NUMBERED)
     if run.settings.kernels == selection.OFF:
         run.decide("kernels", "left as they are", "`ascend.kernels: off`")
         return

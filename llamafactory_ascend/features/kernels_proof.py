@@ -37,12 +37,23 @@ class KernelsProof(TrainerCallback):  # type: ignore[misc]
             return
         found = self.attestation.result()
         self.close()
+        self.agree()
         self.plan.attested = found
         for operator, counts in found.items():
             for problem in judge(counts):
                 if log.rank():  # a finding is printed by rank 0 alone
                     log.warn(f"kernels: {operator}: {problem}", every_rank=True)
                 self.run.miss("kernels", f"{operator}: {problem}")
+
+    def agree(self) -> None:
+        """Let every rank give up what one had to give up: all go on with the same back ends."""
+        from llamafactory_ascend.report.gathering import all_gather
+
+        switches = self.plan.done.switches
+        for rank, failures in enumerate(all_gather({key: one.failures for key, one in switches.items()})):
+            for key, theirs in failures.items():
+                if key in switches:
+                    switches[key].follow(theirs, rank)
 
     def close(self) -> None:
         """Stop counting and disarm what was not reached."""

@@ -6,6 +6,7 @@ random number, touches no `.grad`, and leaves nothing in the graph of the step.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,8 @@ def compare(
             raise TypeError(f"it returns {dtypes[1]} where {dtypes[0]} is expected")
         found = Comparison(_distances(expected, actual))
         if not found.passed:
-            wide = _run(old, *_as_float32(args, kwargs), constants)
+            with _no_autocast(args, kwargs):  # under it, float32 tensors are multiplied in bfloat16 too
+                wide = _run(old, *_as_float32(args, kwargs), constants)
             if not Comparison(_distances(wide, expected)).passed:  # the old code cannot judge in this dtype
                 found = Comparison(_distances(wide, actual), "float32")
     except torch.OutOfMemoryError:
@@ -126,6 +128,13 @@ def _distances(expected: list[tuple[str, Tensor]], actual: list[tuple[str, Tenso
         distance = (new.float() - old.float()).norm()
         found[name] = float(distance / norm) if float(norm) else float(distance)
     return found
+
+
+def _no_autocast(args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    if tensor is None or not torch.amp.autocast_mode.is_autocast_available(tensor.device.type):
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _as_float32(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -143,6 +143,18 @@ class Switch:
                 f"{self.operator}: {name} is not used for {self.place}: {reason}. {self.backend} computes it"
             )
 
+    def follow(self, failures: Mapping[str, str], rank: int) -> None:
+        """Give up, between two steps, what another rank had to give up; the next call probes what follows.
+
+        A kernel that is wrong for the tensors of one rank is not to be trusted by the others, which may have
+        passed by the case.
+        """
+        for name, reason in failures.items():
+            if self.backend == name:
+                self._backend = self._waiting[0]
+                self._give_up(f"on rank {rank} {reason}")
+                self.armed, self._tried = bool(self._waiting), not self._waiting
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for the report."""
         found = {

@@ -78,7 +78,9 @@ class Report:
         """Record what ended the run on this rank; the first call counts, none after the run has finished."""
         if self.closed or os.getpid() != self.process:
             return
-        self.closed = self.table_due = True
+        self.closed = True
+        # torchrun may kill this rank while its traceback is printed; our launcher outlives it and prints then
+        self.table_due = not (self.data["world_size"] > 1 and document.RUN_ID in os.environ)
         found = failure.describe(error, log.rank(), self.step, self.device.type)
         self.data |= document.changing(self.run)
         self._update(lambda report: {**self._end(report), "failures": [*report["failures"], found]})

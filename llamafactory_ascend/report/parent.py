@@ -20,6 +20,7 @@ def watch(recipe: Any) -> Iterator[None]:
     Args:
         recipe: what the host's ``read_args`` returns: a mapping, or the words of a command line.
     """
+    previous = os.environ.get(document.RUN_ID)
     os.environ[document.RUN_ID] = name = uuid.uuid4().hex[:16]
     try:
         yield
@@ -32,6 +33,11 @@ def watch(recipe: Any) -> Iterator[None]:
             except Exception as problem:  # the user must see torchrun's error, not ours
                 log.warn(f"the run report {folder / files.NAME} cannot be closed: {problem}")
         raise
+    finally:
+        if previous is None:
+            os.environ.pop(document.RUN_ID, None)
+        else:
+            os.environ[document.RUN_ID] = previous
 
 
 def output_dir(recipe: Any) -> Path | None:
@@ -45,7 +51,7 @@ def output_dir(recipe: Any) -> Path | None:
 
 
 def close(folder: Path, name: str, exit_code: int | None, environ: Mapping[str, str]) -> None:
-    """Write how torchrun ended and which ranks here had no last word; print the table for a dead rank 0.
+    """Write how torchrun ended and which ranks here had no last word; print the table on rank 0's node.
 
     Args:
         name: the run's name that the ranks were given; a report of another run is left alone.
@@ -70,7 +76,7 @@ def close(folder: Path, name: str, exit_code: int | None, environ: Mapping[str, 
             f"lost: rank {document.list_ranks(lost)}, after step {closed['last_step']}; "
             "other failures may follow from it"
         )
-    if closed and 0 in local_ranks(closed["world_size"], environ) - set(closed["ended_ranks"]):
+    if closed and 0 in local_ranks(closed["world_size"], environ):
         from llamafactory_ascend.report.table import show
 
         show(closed, folder / files.NAME)

@@ -40,11 +40,12 @@ def draw(report: dict[str, Any], path: Path, file: IO[str]) -> str:
     table = Table(title=title, show_header=False, title_justify="left", box=box.SIMPLE)
     table.add_column(style="bold", overflow="fold", max_width=NAME_WIDTH)
     table.add_column(overflow="fold")
-    for name, value in [*rows(report), ("report", str(path))]:
+    for name, value in rows(report):
         table.add_row(Text(name), Text(value))  # Text: a path or message with [brackets] is no markup
     with console.capture() as captured:
         console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    drawn = [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([*drawn, f"  report: {path}"])  # below the table: a folded path could not be copied
 
 
 def rows(report: dict[str, Any]) -> list[Row]:

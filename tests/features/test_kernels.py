@@ -119,6 +119,16 @@ def test_packing_that_mixes_nothing() -> None:
     prepare("off", stage="pt", packing=True)
 
 
+def test_plain_packing_of_a_vision_language_model_is_a_warning() -> None:
+    """Its collator numbers rows through; the text model keeps the positions of the data set."""
+    (finding,) = prepare(RULE, device="cpu", packing=True).findings
+    assert finding.level == "warning" and "`neat_packing: true`" in finding.message
+    forget()
+    assert prepare(RULE, "qwen3_5_text", device="cpu", packing=True).findings == []
+    forget()
+    assert prepare(RULE, device="cpu", neat_packing=True, packing=True).findings == []
+
+
 def test_packing_elsewhere_is_a_warning() -> None:
     now = prepare("off", device="cpu", neat_packing=True)
     assert [finding.level for finding in now.findings] == ["warning"]

@@ -65,6 +65,20 @@ def test_old_code_that_cannot_judge() -> None:
     assert not compare(coarse, lambda x: 1.1 * fine(x), (X.bfloat16(),), {}).passed
 
 
+def test_old_code_that_autocast_spoils() -> None:
+    """Its float32 result is computed without autocast, which would spoil that one as well."""
+    signs = torch.tensor([[1.0], [-1.0]])
+    x = torch.tensor([[1000.0, 999.0], [500.0, 497.0]])  # 999 and 497 are no bfloat16 numbers
+
+    def exact(x: Tensor) -> Tensor:
+        return x[:, :1] - x[:, 1:]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compare(lambda x: (x @ signs).float(), exact, (x,), {})
+        assert found.passed and found.reference == "float32"
+        assert not compare(lambda x: (x @ signs).float(), lambda x: 1.1 * exact(x), (x,), {}).passed
+
+
 def test_constants_get_no_gradient() -> None:
     table = torch.ones(16)
     assert set(compare(torch.mul, torch.mul, (X, table), {}).errors) == {"output", "d_0", "d_1"}

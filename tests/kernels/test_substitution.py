@@ -29,6 +29,11 @@ def wrong_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
+def half_right_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Within the limit of the probe."""
+    return 1.01 * right_norm(x, weight, eps)
+
+
 def broken_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     raise RuntimeError("ub overflow detected\nwith a long trace")
 
@@ -104,6 +109,23 @@ def test_wrong_numbers_auto() -> None:
     assert switch.backend == "right_norm"
     assert "differs from Qwen3_5RMSNorm by " in switch.failures["wrong_norm"]
     assert len(said) == 1 and "right_norm computes it" in said[0] and "(limit 5%)" in said[0]
+
+
+def test_what_another_rank_gave_up() -> None:
+    """It passed here; after the step the next one is probed, and behind the last one is the old code."""
+    model, done, said = with_norms("auto", "half_right_norm", "wrong_norm", "right_norm")
+    stock, switch = logits(tiny.build("qwen3_5_text")), only(done)
+    logits(model)
+    assert switch.backend == "half_right_norm" and said == []
+    switch.follow(switch.failures, 0)
+    switch.follow({"wrong_norm": "its turn has not come"}, 2)
+    assert switch.backend == "half_right_norm" and said == []
+    switch.follow({"half_right_norm": "it differs", "wrong_norm": "it differs too"}, 3)
+    assert switch.backend == "right_norm" and switch.failures["half_right_norm"] == "on rank 3 it differs"
+    assert len(said) == 1 and "half_right_norm is not used for Qwen3_5RMSNorm: on rank 3" in said[0]
+    assert switch.armed and error(logits(model), stock) < 1e-6 and not switch.armed
+    switch.follow({"right_norm": "it differs"}, 1)
+    assert switch.backend == "transformers" and torch.equal(logits(model), stock)
 
 
 def test_wrong_numbers_and_nothing_else() -> None:

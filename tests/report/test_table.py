@@ -65,7 +65,7 @@ def test_eight_ranks_that_agree_are_one_line_each() -> None:
         "memory peak allocated 10.0 MiB, peak reserved 20.0 MiB; rank 0 of 8, the least 10.0 MiB",
         "checkpointed layers vision 27 of 27 expected (27 layers), text 64 of 64 expected (64 layers)",
         "patches 2 of 2 in place on every rank",
-        "report out/ascend_report.json",
+        "report: out/ascend_report.json",
     ]
 
 
@@ -206,5 +206,6 @@ def test_no_line_is_wider_than_a_log_or_ends_in_blanks() -> None:
         explanation="word " * 60, findings=[{"level": "note", "subject": "x" * 200, "message": "y" * 300}]
     )
     text = draw(found, Path("/" + "long/" * 60), io.StringIO())
-    assert max(map(len, text.splitlines())) <= 110
+    *drawn, path = text.splitlines()
+    assert max(map(len, drawn)) <= 110 and path.endswith("/long")  # a path stays whole, to be copied
     assert all(line == line.rstrip() for line in text.splitlines())
