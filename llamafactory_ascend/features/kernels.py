@@ -26,7 +26,7 @@ SEQUENTIAL = tuple(name for name, operator in OPERATORS.items() if operator.sequ
 
 ROW_NUMBERED = (
     "plain `packing` of a vision-language model numbers each row through, so that its linear attention "
-    "carries every packed sample into the next; set `neat_packing: true`"
+    "would carry every packed sample into the next"
 )
 
 
@@ -80,7 +80,7 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
         judge_packing(run, choices, here.type)
         if not arguments.data.neat_packing and f"{model_type}_text" in family.model_types:
             # Its collator numbers a row by its images, and loses the positions that tell samples apart.
-            run.find("warning", "kernels", ROW_NUMBERED)
+            refuse_packing(run, ROW_NUMBERED, "set `neat_packing: true`", here.type)
     if run.settings.kernels == selection.OFF:
         run.decide("kernels", "left as they are", "`ascend.kernels: off`")
         return
@@ -129,7 +129,7 @@ def judge_packing(run: "Run", choices: "Mapping[str, Choice]", device_type: str)
     """Refuse packing where the linear attention of a hybrid would carry one sample into the next.
 
     Raises:
-        AscendError: it would, on an NPU. Elsewhere it is as stock, and a warning.
+        AscendError: it would, on an NPU.
     """
     mixing = [choices[name] for name in SEQUENTIAL if not choices[name].varlen]
     if not mixing:
@@ -141,6 +141,15 @@ def judge_packing(run: "Run", choices: "Mapping[str, Choice]", device_type: str)
     )
     named = ", ".join(f"{name}: pytorch" for name in SEQUENTIAL)
     hint = f"set `packing: false` and `neat_packing: false`, or `ascend: {{kernels: {{{named}}}}}`"
+    refuse_packing(run, what, hint, device_type)
+
+
+def refuse_packing(run: "Run", what: str, hint: str, device_type: str) -> None:
+    """Stop a run on an NPU before it trains samples on each other; elsewhere it is as stock, and a warning.
+
+    Raises:
+        AscendError: on an NPU.
+    """
     if device_type == "npu":
         raise AscendError(what, hint)
     run.find("warning", "kernels", f"{what}; {hint}")

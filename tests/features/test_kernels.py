@@ -107,7 +107,7 @@ def test_packing_without_boundaries_is_refused(key: str) -> None:
         with pytest.raises(AscendError, match="from one packed sample into the next") as caught:
             prepare(setting, **{key: True})
         assert "neat_packing: false" in caught.value.hint
-    prepare("auto", **{key: True})
+    prepare("auto", "qwen3_5_text", **{key: True})
     plan = kernels.plan()
     assert plan is not None and plan.packed
 
@@ -119,7 +119,15 @@ def test_packing_that_mixes_nothing() -> None:
     prepare("off", stage="pt", packing=True)
 
 
-def test_plain_packing_of_a_vision_language_model_is_a_warning() -> None:
+@needs_npu
+def test_plain_packing_of_a_vision_language_model_is_refused() -> None:
+    with pytest.raises(AscendError, match="numbers each row through") as caught:
+        prepare("auto", packing=True)
+    assert caught.value.hint == "set `neat_packing: true`"
+    prepare("auto", neat_packing=True, packing=True)
+
+
+def test_plain_packing_of_a_vision_language_model_elsewhere_is_a_warning() -> None:
     """Its collator numbers rows through; the text model keeps the positions of the data set."""
     (finding,) = prepare(RULE, device="cpu", packing=True).findings
     assert finding.level == "warning" and "`neat_packing: true`" in finding.message
