@@ -3,9 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-OWN_STAGES = ("device", "versions", "plugins", "patches", "findings")  # the others are modules to import
+if TYPE_CHECKING:
+    from llamafactory_ascend.cli.machine import Machine
+    from llamafactory_ascend.cli.variables import Variable
+
+OWN_STAGES = (
+    "device",
+    "versions",
+    "plugins",
+    "environment",
+    "patches",
+    "findings",
+)  # the others are modules to import
 
 Level = Literal["note", "warning", "error"]
 
@@ -82,6 +93,8 @@ class Diagnosis:
     activation: str
     plugins: Sequence[str]
     patches: Sequence[Mapping[str, Any]]
+    machine: "Machine | None" = None
+    variables: "Sequence[Variable]" = ()
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -94,14 +107,22 @@ class Diagnosis:
         return {**asdict(self), "exit_code": int(self.exit_code)}
 
 
-def judge(versions: Mapping[str, str], around: Surroundings, probe: Probe) -> Diagnosis:
-    """Turn what was seen into findings, the worst first."""
+def judge(
+    versions: Mapping[str, str],
+    around: Surroundings,
+    probe: Probe,
+    seen: Sequence[Finding] = (),
+    machine: "Machine | None" = None,
+    variables: "Sequence[Variable]" = (),
+) -> Diagnosis:
+    """Turn what was seen into findings, the worst first; ``seen`` are those of other judges."""
     active, activation = _activation(around, probe)
     patches = probe.value("patches") or []
     findings = [
         *_broken(probe),
         *_inactive(around, active, activation, probe),
         *_said(probe),
+        *seen,
         *_device(probe.value("device"), versions),
         *(finding for patch in patches for finding in _patch(patch)),
     ]
@@ -119,6 +140,8 @@ def judge(versions: Mapping[str, str], around: Surroundings, probe: Probe) -> Di
         activation=activation,
         plugins=probe.value("plugins") or [],
         patches=patches,
+        machine=machine,
+        variables=variables,
         findings=sorted(findings, key=lambda finding: order.index(finding.level)),
     )
 

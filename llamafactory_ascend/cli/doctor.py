@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from llamafactory_ascend import __version__
+from llamafactory_ascend.cli import compatibility, imports, machine, variables
 from llamafactory_ascend.cli.diagnosis import Diagnosis, Probe, Surroundings, judge
 
 EPILOG = """
@@ -31,7 +32,11 @@ plugin cannot be loaded).
 
 TIMEOUT = 300  # seconds; a cold import from a network disk takes minutes
 SWITCHES = ("LLAMAFACTORY_ASCEND", "LLAMAFACTORY_ASCEND_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-DISTRIBUTIONS = ("llamafactory", "torch", "torch_npu", "transformers", "peft", "accelerate", "wrapt")
+DISTRIBUTIONS = (
+    "llamafactory", "llamafactory-kt", "torch", "torch_npu", "torchvision", "transformers", "peft",
+    "accelerate", "trl", "datasets", "deepspeed", "triton", "triton-ascend", "flash-linear-attention",
+    "wrapt", "pluggy", "pydantic",
+)  # fmt: skip
 
 
 def doctor(
@@ -59,7 +64,14 @@ def examine() -> Diagnosis:
             for entry in importlib.metadata.entry_points(group="torch.backends")
         ),
     )
-    return judge(_distributions(), around, _probe())
+    versions, probe = _distributions(), _probe()
+    seen = [*compatibility.judge(versions, compatibility.requirements()), *imports.judge(versions, probe)]
+    found = machine.look(os.environ)
+    device = probe.value("device") or {}
+    if not device.get("simulated") and ("torch_npu" in versions or found.devices):
+        seen += machine.judge(found)
+    settings = variables.collect(os.environ, probe.value("environment") or {})
+    return judge(versions, around, probe, seen, found, settings)
 
 
 def _distributions() -> dict[str, str]:
@@ -107,6 +119,8 @@ def show(diagnosis: Diagnosis) -> None:
         "versions", escape(", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
     )
     about.add_row("device", escape(_device(diagnosis.device)))
+    if diagnosis.machine is not None and (diagnosis.machine.devices or diagnosis.machine.toolkit):
+        about.add_row("machine", escape(_machine(diagnosis.machine)))
     about.add_row("plugin", escape(f"{'on' if diagnosis.active else 'off'}: {diagnosis.activation}"))
     about.add_row("third-party plugins", escape(", ".join(diagnosis.plugins) or "none"))
     console.print(about)
@@ -118,6 +132,14 @@ def show(diagnosis: Diagnosis) -> None:
         for patch in diagnosis.patches:
             cells = (patch["id"], patch["state"], patch["source"] or "not in this host", patch["target"])
             table.add_row(*(escape(cell) for cell in cells))
+        console.print(table)
+
+    if diagnosis.variables:
+        table = Table(title="environment of a training", title_justify="left")
+        for column in ("variable", "value", "set by"):
+            table.add_column(column, overflow="fold")
+        for variable in diagnosis.variables:
+            table.add_row(escape(variable.name), escape(variable.value), escape(variable.setter))
         console.print(table)
 
     colour = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -138,3 +160,10 @@ def _device(device: Any) -> str:
         return "unknown: torch cannot be imported"
     simulated = ", simulated NPU" if device["simulated"] else ""
     return f"{device['count']} x {device['name']} ({device['type']}{simulated}): {device['reason']}"
+
+
+def _machine(found: machine.Machine) -> str:
+    cards = f"{len(found.devices)} device nodes"
+    driver = f"driver {found.driver or 'of unknown version'}" if found.driver is not None else "no driver"
+    cann = f"CANN {found.cann or 'of unknown version'} in {found.toolkit}" if found.toolkit else "no CANN"
+    return ", ".join([cards, driver, cann, "in a container" if found.container else "not in a container"])

@@ -65,6 +65,7 @@ def probe(log: Log) -> None:
         return
     log.stage("versions", _versions)
     if log.stage("plugins", _plugins):
+        log.stage("environment", _environment)
         for name in _targets():
             log.stage(name, partial(_import_target, name))
         log.stage("patches", _patches)
@@ -111,6 +112,17 @@ def _plugins() -> list[str]:
     seams.ledger()
     built_in = {name.rpartition(".")[2] for name in plugins.BUILT_IN}
     return [name for name, _plugin in plugins.manager().list_name_plugin() if name not in built_in]
+
+
+def _environment() -> dict[str, str]:
+    """Return what the plugins set when a training starts, where the shell does not."""
+    from llamafactory_ascend import plugins
+
+    found: dict[str, str] = {}
+    for defaults in plugins.manager().hook.ascend_environment(command="train"):
+        for name, value in defaults.items():
+            found.setdefault(name, value)
+    return found
 
 
 def _targets() -> list[str]:
