@@ -57,6 +57,7 @@ class Run:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # of this rank, by report section
     early: list[str] = field(default_factory=list)  # missed before the settings were known
+    given: frozenset[str] = frozenset()  # the host's keys that the recipe or the command line names
 
     def decide(self, subject: str, choice: str, reason: str) -> None:
         """Record a decision; the last one about a subject stands."""

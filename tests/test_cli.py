@@ -14,7 +14,7 @@ from llamafactory_ascend.cli import app
 from llamafactory_ascend.cli.diagnosis import Exit, Probe, Surroundings, judge
 from tests.installed import ROOT
 
-VERBS = (["doctor"], ["patches"], ["check", "adapter"], ["check", "kernels"])
+VERBS = (["doctor"], ["patches"], ["check", "recipe"], ["check", "adapter"], ["check", "kernels"])
 SOUND = Surroundings(environment={}, wrapt=True, entry_point=True)
 
 

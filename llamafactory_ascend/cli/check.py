@@ -1,56 +1,37 @@
-"""``llamafactory-ascend check``: is what a run left on disk whole, and are this machine's kernels right?"""
+"""``llamafactory-ascend check``: would a recipe start, is an adapter whole, are the kernels right?"""
 
-import json
-from pathlib import Path
-from typing import Annotated
+from typing import Any
 
+import click
 import typer
+from typer.core import TyperGroup
 
-from llamafactory_ascend.cli import check_kernels
+from llamafactory_ascend.cli import check_adapter, check_kernels, check_recipe
 
 EPILOG = """
 Examples:
 
+  llamafactory-ascend check train.yaml
+
   llamafactory-ascend check adapter saves/qwen
 
-  llamafactory-ascend check adapter saves/qwen/checkpoint-100 --json
+  llamafactory-ascend check kernels
 
-Exit codes: 0 whole, 1 problems, 2 no such folder.
+Exit codes: 0 fine, 1 findings, 2 refused or wrong usage; each command's --help says what they mean there.
 """
 
-HELP = "Say whether what a run left on disk is whole, and whether the kernels of this machine are right."
+HELP = "Say whether a recipe would start, an adapter is whole, or the kernels of this machine are right."
 
-app = typer.Typer(help=HELP, no_args_is_help=True, epilog=EPILOG)
+
+class Checks(TyperGroup):
+    """A recipe may be named without the word `recipe`: `check train.yaml`."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        words = ["recipe", *args] if args[0].endswith((".yaml", ".yml", ".json")) else args
+        return super().resolve_command(ctx, words)
+
+
+app = typer.Typer(cls=Checks, help=HELP, no_args_is_help=True, epilog=EPILOG)
+app.command("recipe", epilog=check_recipe.EPILOG)(check_recipe.recipe)
+app.command("adapter", epilog=check_adapter.EPILOG)(check_adapter.adapter)
 app.command("kernels", epilog=check_kernels.EPILOG)(check_kernels.kernels)
-
-
-@app.callback()
-def check() -> None:
-    """Say whether what a run left on disk is whole, and whether the kernels of this machine are right."""
-
-
-@app.command("adapter", epilog=EPILOG)
-def adapter(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Holds adapter_model.safetensors."),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
-) -> None:
-    """Check a saved LoRA or OFT adapter: every tensor there, of the right shape, finite, and trained.
-
-    Files alone are read; the base model is not loaded.
-    """
-    from llamafactory_ascend.checks.adapter import check
-
-    verdict = check(folder)
-    if as_json:
-        typer.echo(json.dumps(verdict.as_dict(), ensure_ascii=False, indent=2))
-    else:
-        for problem in verdict.problems:
-            typer.echo(f"error {problem}")
-        for warning in verdict.warnings:
-            typer.echo(f"warning {warning}")
-        typer.echo(f"{verdict.tensors} tensors, {verdict.bytes:,} bytes, sha256 {verdict.sha256 or '-'}")
-        typer.echo("whole" if verdict.ok else "not usable: see the errors above")
-    raise typer.Exit(0 if verdict.ok else 1)

@@ -8,33 +8,49 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llamafactory_ascend import log, plugins, run, settings
+from llamafactory_ascend import log, plugins, resources, run, settings
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.host import platform
 from llamafactory_ascend.host.versions import versions
 from llamafactory_ascend.patching import Patch, Target
 
 Words = dict[str, Any] | list[str]
 RECIPES = (".yaml", ".yml", ".json")
+SHIPPED = "ascend:"  # in place of a recipe's path: the shipped recipe of that name
 
 
 def read_args(original: Callable[..., Words], args: Words | None = None) -> Words:
-    """Read a recipe; ``--ascend.x y`` may follow it, and a JSON recipe works.
+    """Read a recipe, or ``ascend:NAME``; ``--ascend.x y`` may follow it, and a JSON recipe works.
 
     0.9.5 passes a Path to ``json.load``, so that every JSON recipe dies with an AttributeError.
     """
-    if args is not None or not _names_recipe(sys.argv[1:]):
+    if args is not None or not names_recipe(sys.argv[1:]):
         return original(args)
     saved = sys.argv
-    with mistakes_end_the_process():
-        sys.argv = [*saved[:2], *settings.as_overrides(saved[2:])]
+    sys.argv = [saved[0], *resolve(saved[1:])]
     try:
         return read_recipe(sys.argv[1:]) if saved[1].endswith(".json") else original(None)
     finally:
         sys.argv = saved
 
 
-def _names_recipe(words: list[str]) -> bool:
-    return bool(words) and words[0].endswith(RECIPES)
+def names_recipe(words: list[str]) -> bool:
+    """True where a command line begins with a recipe: a file, or ``ascend:NAME``."""
+    return bool(words) and (words[0].endswith(RECIPES) or words[0].startswith(SHIPPED))
+
+
+def resolve(words: list[str]) -> list[str]:
+    """Return a recipe and its overrides in the host's own form: a file first, ``ascend.x=y`` behind it.
+
+    A name that is not shipped, or a word without a value, ends the process.
+    """
+    with mistakes_end_the_process():
+        recipe, *overrides = words
+        if recipe.startswith(SHIPPED):
+            name = recipe.removeprefix(SHIPPED)
+            recipe = str(resources.recipe(name))
+            run.current().decide("recipe", name, f"a shipped recipe: {recipe}")
+        return [recipe, *settings.as_overrides(overrides)]
 
 
 def read_recipe(words: list[str]) -> dict[str, Any]:
@@ -61,14 +77,23 @@ def parse_args(
 
     rest, found = take_settings(host.read_args(args))
     run.current().settings = found
+    run.current().given = given_keys(rest)
     return original(parser, rest, allow_extra_keys)
+
+
+def given_keys(args: Words) -> frozenset[str]:
+    """Return the host's keys that somebody wrote: a default that is written down is a wish too."""
+    if isinstance(args, dict):
+        return frozenset(key for key, value in args.items() if value is not None)
+    words = (word[2:].partition("=")[0] for word in args if word.startswith("--"))
+    return frozenset(word.replace("-", "_") for word in words)
 
 
 def get_args_v1(original: Callable[..., Any], args: Words | None = None) -> Any:
     """Take our block out for the host's v1 trainers (``USE_V1=1``), which the plugin does not change."""
     if args is None:
         words = sys.argv[1:]
-        args = read_recipe([words[0], *settings.as_overrides(words[1:])]) if _names_recipe(words) else words
+        args = read_recipe(resolve(words)) if names_recipe(words) else words
     rest, found = take_settings(args)
     run.current().settings = found
     if found.model_fields_set:
@@ -82,7 +107,7 @@ def get_args_v1(original: Callable[..., Any], args: Words | None = None) -> Any:
 
 def take_settings(args: Words) -> tuple[Words, settings.Settings]:
     """Split what was read into the host's arguments and our settings; a mistake in them ends the process."""
-    recipe = next((word for word in sys.argv[1:] if word.endswith(RECIPES)), "command line")
+    recipe = next((word for word in sys.argv[1:] if names_recipe([word])), "command line")
     with mistakes_end_the_process():
         rest, block = settings.take(args)
         found = settings.read(block, recipe, sys.argv[1:])
@@ -115,6 +140,8 @@ def fill_environment(command: str) -> None:
 
 def get_train_args(original: Callable[..., Any], args: Words | None = None) -> Any:
     """Let the plugins adjust, judge or refuse a training run before its model is loaded."""
+    from llamafactory.hparams import parser as host
+
     from llamafactory_ascend.report import lifecycle
 
     now = run.current()
@@ -122,20 +149,30 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     now.attempt("the run report", lifecycle.leave)
     # Again in every rank, before TrainingArguments opens the device: accelerate and Ray bypass the launcher.
     fill_environment("train")
-    parsed = original(args)
+    args = host.read_args(args)
+    parsed = original(platform.before_parsing(args, take_settings(args)[1]))
     now.judge_early_misses()
     now.arguments = arguments = run.Arguments(*parsed)
     log.info(f"active: {len(now.ledger.standing())} of {len(now.ledger.records)} patches are in place so far")
-    hook = plugins.manager().hook
     now.attempt("the run report", lambda: lifecycle.begin(now, versions()))
+    errors = [finding for finding in examine(now, arguments) if finding.level == "error"]
+    if errors:
+        raise AscendError("\n".join(f"{finding.subject}: {finding.message}" for finding in errors))
+    return parsed
+
+
+def examine(now: run.Run, arguments: run.Arguments) -> list[run.Finding]:
+    """Let the plugins adjust the arguments, then ask them what is worth knowing; what they find is recorded.
+
+    Raises:
+        AscendError: a plugin refuses the run.
+    """
+    hook = plugins.manager().hook
     hook.ascend_arguments(run=now, arguments=arguments)
     findings = [finding for found in hook.ascend_preflight(run=now, arguments=arguments) for finding in found]
     for finding in findings:
         now.find(finding.level, finding.subject, finding.message)
-    errors = [finding for finding in findings if finding.level == "error"]
-    if errors:
-        raise AscendError("\n".join(f"{finding.subject}: {finding.message}" for finding in errors))
-    return parsed
+    return findings
 
 
 PATCHES = [

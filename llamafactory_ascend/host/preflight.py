@@ -1,0 +1,72 @@
+"""Judges a recipe as a training would, and stops before the model: ``python -P -m <this> FILE RECIPE``.
+
+Parsing opens the device and the process group, and a broken recipe may end the process, so it has one of its
+own. What was found is appended to FILE, one JSON line per stage, as ``host/probe.py`` does.
+"""
+
+import inspect
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from llamafactory_ascend.host.probe import Log
+
+
+def preflight(log: Log, words: list[str]) -> None:
+    """Parse the recipe as rank 0 would, run every hook that comes before the model, record what they say."""
+    from llamafactory_ascend import run
+
+    now = run.current()
+    try:
+        if log.stage("arguments", lambda: _arguments(words)):
+            log.stage("judgement", _judge)
+    finally:
+        log.write(
+            stage="said",
+            state="done",
+            value={
+                "findings": [asdict(finding) for finding in now.findings],
+                "decisions": [asdict(decision) for decision in now.decisions.values()],
+            },
+        )
+
+
+def _arguments(words: list[str]) -> None:
+    """Parse without writing anything: the patched function would begin a report in output_dir."""
+    from llamafactory.hparams import parser
+
+    from llamafactory_ascend import run
+    from llamafactory_ascend.host import arguments, launching, seams
+
+    seams.ledger()
+    sys.argv = ["llamafactory-cli", *words]
+    launching.check(words)  # what the launcher refuses before it starts a rank
+    arguments.fill_environment("train")
+    if _needs_ranks():
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.setdefault("MASTER_PORT", "0")
+    now = run.current()
+    now.arguments = run.Arguments(*inspect.unwrap(parser.get_train_args)(None))
+
+
+def _needs_ranks() -> bool:
+    """Say whether the host's launcher would start torchrun, which is what FSDP asks for."""
+    from llamafactory.extras import misc
+
+    forced = misc.is_env_enabled("FORCE_TORCHRUN") or misc.is_env_enabled("USE_MCA")
+    return bool(forced or (misc.get_device_count() > 1 and not misc.use_ray() and not misc.use_kt()))
+
+
+def _judge() -> None:
+    from llamafactory_ascend import run
+    from llamafactory_ascend.host import arguments
+
+    now = run.current()
+    assert now.arguments is not None
+    now.judge_early_misses()
+    arguments.examine(now, now.arguments)
+
+
+if __name__ == "__main__":
+    preflight(Log(Path(sys.argv[1])), sys.argv[2:])
