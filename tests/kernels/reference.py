@@ -34,8 +34,9 @@ def make_case(
 ) -> Case:
     """Return random inputs.
 
-    `kind`: `model` decays as Qwen3.5 initialises it, `slow` almost not at all, `strong` by e^-30 and more a
-    token, `same_key` has near-identical keys, hardly any decay and beta 0.999.
+    `kind`: `model` decays as Qwen3.5 initialises it, `moderate` by some 0.45 a token, `slow` almost not at
+    all, `strong` by e^-30 and more a token, `same_key` has near-identical keys, hardly any decay and beta
+    0.999.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,7 +54,9 @@ def make_case(
     )
     rate = 16 * torch.rand(value_heads, generator=generator)
     g, beta = -rate * F.softplus(gate + 1), uniform
-    if kind == "slow":
+    if kind == "moderate":
+        g = F.logsigmoid(gate)
+    elif kind == "slow":
         g, beta = -0.001 * uniform, torch.sigmoid(gate + 3)
     elif kind == "strong":
         g = -30 - 100 * uniform

@@ -18,6 +18,7 @@ from tests.conftest import CACHE
 ROOT = Path(__file__).parents[2]
 VERSION = "0.5.2"
 ASCEND = ".backends.triton_ascend."
+DISTANCES = ("output", "query", "key", "value", "g", "beta")
 
 
 def install(folder: Path) -> Path:
@@ -71,21 +72,35 @@ def test_it_is_the_ascend_kernels_that_run(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case, limit, limit_of_g",
+    "case, limit",
     [
-        # Decays are differences of cumulative sums: after strong ones, little is left of the gradient of g.
-        ("model_float32", 5e-6, 1e-4),
-        ("slow_packed_float32", 5e-6, 5e-6),
-        ("model_bfloat16", 6e-3, 6e-3),
+        ("moderate_float32", 5e-6),
+        ("moderate_bfloat16", 6e-3),
+        ("slow_packed_float32", 5e-6),
+        ("model_bfloat16", 6e-3),
     ],
 )
-def test_rule(found: dict[str, Any], case: str, limit: float, limit_of_g: float) -> None:
-    """Output and all five gradients, key heads shared, samples apart; what is a tenth too large is seen."""
-    distances = dict(found["rule"][case])
-    assert distances.pop("control") == pytest.approx(0.1, rel=0.01)
-    assert set(distances) == {"output", "query", "key", "value", "g", "beta"}
-    assert distances.pop("g") < limit_of_g
+def test_rule(found: dict[str, Any], case: str, limit: float) -> None:
+    """Output and all five gradients, key heads shared or not, samples apart; a tenth too large is seen."""
+    distances = {name: found["rule"][case][name] for name in DISTANCES}
     assert all(distance < limit for distance in distances.values()), distances
+    assert found["rule"][case]["control"] == pytest.approx(0.1, rel=0.01)
+
+
+def test_strong_decay_costs_the_gradient_of_g_digits_as_it_does_in_the_stock_rule(
+    found: dict[str, Any],
+) -> None:
+    """Decays as Qwen3.5 initialises them, in float32: the gradient of g alone is beyond 5e-6, in stock too.
+
+    The kernels take it from <q, dq> - <k, dk>. What a token writes and reads itself is most of either and no
+    decay is in it: float32 rounds away what strong decay leaves of the difference. And a decay is itself a
+    difference of cumulative sums, here of 2,000 and more, which costs 1e-5 alone.
+    """
+    ours, stock = found["rule"]["model_float32"], found["stock_rule"]
+    assert all(ours[name] < 5e-6 and stock[name] < 5e-6 for name in DISTANCES if name != "g"), (ours, stock)
+    assert 5e-6 < stock["g"] < 5e-5
+    assert ours["g"] < 4 * stock["g"]
+    assert ours["g_of_terms"] < 1e-6 and stock["g_of_terms"] < 1e-6
 
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 5e-6), ("bfloat16", 3e-3)])
