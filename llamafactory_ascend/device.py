@@ -1,9 +1,17 @@
-"""Which device this process trains on, and how its memory is asked; nothing is queried at import."""
+"""Which device this process trains on, what it can do, and how its memory is asked; nothing at import."""
 
 import importlib.metadata
 import importlib.util
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+# What torch_npu calls the SoCs whose cores have no bfloat16: the first generation of training chips, whose
+# last one is "Ascend910B" without a digit (Atlas A2 is "Ascend910B1" to "Ascend910B4"), and the 310 family.
+NO_BFLOAT16 = re.compile(r"Ascend(910(A|ProA|PremiumA|ProB|B)$|310)")
 
 
 @dataclass(frozen=True)
@@ -12,10 +20,13 @@ class Device:
 
     Attributes:
         type: "npu", "cuda" or "cpu".
-        name: what the driver calls it, e.g. "Ascend910B3".
+        name: what the driver calls it, e.g. "Ascend910B3": on an NPU the name of its SoC.
         count: devices visible to this process.
         simulated: True for the simulated NPU of the test suite; no figure of it is one of real hardware.
         reason: why this one.
+        visible: what the environment leaves visible, "" for all devices.
+        bfloat16: True where it computes in bfloat16. float16 and float32 work on every NPU.
+        memory: bytes of one device, None on a CPU.
     """
 
     type: str
@@ -23,6 +34,9 @@ class Device:
     count: int
     simulated: bool
     reason: str
+    visible: str = ""
+    bfloat16: bool = True
+    memory: int | None = None
 
 
 def decide(used: str | None = None) -> Device:
@@ -44,10 +58,58 @@ def decide(used: str | None = None) -> Device:
     return Device(used, used, 1, False, f"chosen by the host; {found.reason}")
 
 
+def is_installed() -> bool:
+    """True where torch_npu is installed, usable or not. Nothing is imported."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def supports_bfloat16(soc: str, driver_says: bool) -> bool:
+    """Say whether a SoC computes in bfloat16: the driver must say so, and it must not be known to lack it."""
+    return driver_says and not NO_BFLOAT16.match(soc)
+
+
+def visible_ids(text: str) -> list[int]:
+    """Return the device ids that CANN reads: up to the first character that is no digit and no comma.
+
+    From "0, 1" it reads 0 alone, because of the blank.
+    """
+    read = re.match(r"\d+(,\d+)*", text)
+    return [int(part) for part in read[0].split(",")] if read else []
+
+
+def count_visible(environment: Mapping[str, str]) -> int:
+    """Return how many NPUs the ranks of this node can use, 0 where there is none or torch_npu does not work.
+
+    Opens no device: the number alone is asked, as the host does before it starts torchrun.
+    """
+    import torch
+
+    try:
+        count = int(torch.npu.device_count())  # type: ignore[attr-defined]
+    except Exception:  # without CANN or with another driver it raises whatever its libraries raise
+        return 0
+    return min(count, len(visible_ids(environment[VISIBLE]))) if environment.get(VISIBLE) else count
+
+
+def bind(environment: Mapping[str, str]) -> str:
+    """Make the card of this rank the current one, so that nothing is ever allocated on another.
+
+    Returns:
+        The card, e.g. "npu:1"; "" where this is no rank of several or has no card of its own.
+    """
+    import torch
+
+    rank = environment.get("LOCAL_RANK", "")
+    if not rank.isdigit() or int(rank) >= count_visible(environment):
+        return ""
+    torch.npu.set_device(int(rank))  # type: ignore[attr-defined]
+    return f"npu:{rank}"
+
+
 def _npu() -> tuple[Device | None, str]:
     import torch
 
-    if importlib.util.find_spec("torch_npu") is None:
+    if not is_installed():
         return None, "torch_npu is not installed"
     npu = getattr(torch, "npu", None)
     if npu is None:
@@ -60,7 +122,17 @@ def _npu() -> tuple[Device | None, str]:
         simulated = bool(getattr(torch_npu, "IS_SIMULATED", False))
         source = "the simulated NPU" if simulated else f"torch_npu {torch_npu.__version__}"
         name = npu.get_device_name(npu.current_device())
-        return Device("npu", name, npu.device_count(), simulated, f"{source} offers devices"), ""
+        found = Device(
+            "npu",
+            name,
+            npu.device_count(),
+            simulated,
+            f"{source} offers devices",
+            os.environ.get(VISIBLE, ""),
+            supports_bfloat16(name, npu.is_bf16_supported()),
+            npu.get_device_properties(npu.current_device()).total_memory,
+        )
+        return found, ""
     except Exception as error:  # without CANN or with another driver it raises whatever its libraries raise
         return None, f"torch_npu {_version()} does not work: {_first_line(error)}"
 
@@ -71,8 +143,18 @@ def _cuda(no_npu: str) -> tuple[Device | None, str]:
     try:
         if not torch.cuda.is_available():
             return None, "no CUDA"
-        name = torch.cuda.get_device_name(torch.cuda.current_device())
-        return Device("cuda", name, torch.cuda.device_count(), False, f"{no_npu}; CUDA is there"), ""
+        index = torch.cuda.current_device()
+        found = Device(
+            "cuda",
+            torch.cuda.get_device_name(index),
+            torch.cuda.device_count(),
+            False,
+            f"{no_npu}; CUDA is there",
+            os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            torch.cuda.is_bf16_supported(),
+            torch.cuda.get_device_properties(index).total_memory,
+        )
+        return found, ""
     except Exception as error:
         return None, f"CUDA does not work: {_first_line(error)}"
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import Trainer, TrainerCallback
 
@@ -35,6 +37,11 @@ def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
 @hookspec
 def ascend_preflight(run: "Run", arguments: "Arguments") -> "list[Finding]":  # type: ignore[empty-body]
     """Return what is worth knowing about a training run before its model is loaded."""
+
+
+@hookspec
+def ascend_dataset_info() -> "list[Path]":  # type: ignore[empty-body]
+    """Return dataset_info.json files whose data sets a recipe can name beside the user's own."""
 
 
 @hookspec

@@ -32,23 +32,42 @@ OLDEST_PLUGGY = (1, 5)
 BUILT_IN = (
     "llamafactory_ascend.host.plugin",
     "llamafactory_ascend.features.environment",
+    "llamafactory_ascend.features.devices",
+    "llamafactory_ascend.features.precision",
+    "llamafactory_ascend.features.quantization",
+    "llamafactory_ascend.features.data_loading",
+    "llamafactory_ascend.features.data_checks",
+    "llamafactory_ascend.features.attention",
+    "llamafactory_ascend.features.nan_guard",
+    "llamafactory_ascend.features.oft_arguments",
     "llamafactory_ascend.features.kernels",
+    "llamafactory_ascend.features.targets",
     "llamafactory_ascend.features.checkpointing",
+    "llamafactory_ascend.features.oft",
     "llamafactory_ascend.features.gradient_audit",
     "llamafactory_ascend.features.sharding",
     "llamafactory_ascend.features.resuming",
+    "llamafactory_ascend.features.evaluation",
+    "llamafactory_ascend.features.stopping",
     "llamafactory_ascend.features.adapter",
     "llamafactory_ascend.features.memory",
 )
 ELEMENTS: dict[str, type] = {  # what the list or the mapping that a hook returns must hold
     "ascend_patches": Patch,
     "ascend_preflight": run.Finding,
+    "ascend_dataset_info": Path,
     "ascend_environment": str,
     "ascend_kernels": Backend,
 }
 # Built-in hooks that change nothing: one that breaks is a finding. The others change the run before it
 # starts, and half a change is worse than a stop.
-OBSERVING = {"ascend_preflight", "ascend_trainer_callbacks", "ascend_saved", "ascend_report_sections"}
+OBSERVING = {
+    "ascend_dataset_info",
+    "ascend_preflight",
+    "ascend_trainer_callbacks",
+    "ascend_saved",
+    "ascend_report_sections",
+}
 
 
 @functools.cache

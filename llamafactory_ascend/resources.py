@@ -1,8 +1,11 @@
 """Recipes and demo data that travel with the package, from a wheel and from an editable checkout alike."""
 
+import difflib
 import importlib.resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+
+from llamafactory_ascend.errors import AscendError
 
 
 def folder(name: str) -> Traversable:
@@ -29,3 +32,23 @@ def recipes() -> dict[str, Traversable]:
     """Return name -> file of every shipped recipe, sorted by name."""
     files = sorted(folder("recipes").iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}
+
+
+def recipe(name: str) -> Path:
+    """Return the file of a shipped recipe; its name may end with ``.yaml``.
+
+    Raises:
+        AscendError: there is none of that name; the nearest ones are in the message.
+    """
+    known = recipes()
+    wanted = name.removesuffix(".yaml")
+    if wanted in known:
+        return Path(str(known[wanted]))
+    near = [one for one in known if wanted in one] or difflib.get_close_matches(
+        wanted, known, n=3, cutoff=0.4
+    )
+    raise AscendError(
+        f"no recipe `{name}` is shipped"
+        + (f": did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""),
+        "llamafactory-ascend recipes ls",
+    )

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -10,9 +10,64 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features.targets.request import Targets
 from llamafactory_ascend.kernels.operators import OPERATORS
 
 KEY = "ascend"
+
+
+class Oft(BaseModel):
+    """The block ``ascend.oft``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exact_cayley: bool = Field(
+        default=True,
+        description=(
+            "`true`: a new OFT adapter has exact rotations (`use_cayley_neumann: false` in its "
+            "adapter_config.json), computed once a step for all layers; `false`: PEFT's series."
+        ),
+    )
+    any_version: bool = Field(
+        default=False,
+        description=(
+            "Load an OFT adapter although its adapter_config.json is of another PEFT version or does not say how "
+            "it rotates; without it that is refused, because the same weights then compute something else."
+        ),
+    )
+
+
+class Data(BaseModel):
+    """The block ``ascend.data``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dropped: float = Field(
+        default=0.1, ge=0, le=1, description="Share of rows that the host drops above which a run is refused."
+    )
+    empty: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of rows with an empty question or answer above which it is refused.",
+    )
+    leaked: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of evaluation rows that a training row asks too above which it is refused.",
+    )
+    lost: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of answer tokens that `cutoff_len` cuts off above which `data check` fails.",
+    )
+    seconds: float = Field(
+        default=20,
+        ge=0,
+        description="How long the rows of all data sets are looked at before a run; 0: not at all.",
+    )
 
 
 class Settings(BaseModel):
@@ -36,6 +91,36 @@ class Settings(BaseModel):
             "pairs, `auto` or `off`; see docs/kernels.md."
         ),
     )
+    oft: Oft = Field(default_factory=Oft, description="OFT adapters.")
+    targets: Targets | None = Field(
+        default=None,
+        description=(
+            "LoRA and OFT: exactly the modules to adapt, by component (`text`, `projector`, `vision`), each "
+            "`{modules: [...], blocks: ...}`; instead of `lora_target` and `oft_target`; see docs/targets.md."
+        ),
+    )
+    device: Literal["auto", "npu", "any"] = Field(
+        default="auto",
+        description=(
+            "`auto`: where torch_npu is installed, an NPU or what the recipe names (`use_cpu`), never a CPU for lack "
+            "of an NPU; elsewhere any device; `npu`: an NPU or no run; `any`: whatever the host finds."
+        ),
+    )
+    allow: list[Literal["bitsandbytes"]] = Field(
+        default_factory=list,
+        description=(
+            "What is refused on NPUs unless it is named here. `bitsandbytes`: 4 and 8 bit weights, whose loss is "
+            "abnormal."
+        ),
+    )
+    dataset_info: list[str] = Field(
+        default_factory=list,
+        description=(
+            "More dataset_info.json files (or their folders) whose data sets the recipe can name; files in "
+            "them are relative to their own folder."
+        ),
+    )
+    data: Data = Field(default_factory=Data, description="Checks of the data sets; see docs/data.md.")
     plugins: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Settings of third-party plugins, by plugin name; passed to them as they are.",
@@ -227,7 +312,9 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
-        return " | ".join(_kind(part) for part in get_args(annotation))
+        return " | ".join(_kind(part) for part in get_args(annotation) if part is not NoneType)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"block of {', '.join(annotation.model_fields)}"
     return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__
 
 

@@ -74,6 +74,63 @@ def test_torch_npu_that_was_never_loaded(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("soc", "expected"),
+    [
+        ("Ascend910B3", True),
+        ("Ascend910B4-1", True),
+        ("Ascend910_9362", True),  # Atlas A3
+        ("Ascend950DT", True),
+        ("Ascend910A", False),
+        ("Ascend910ProB", False),
+        ("Ascend910PremiumA", False),
+        ("Ascend910B", False),  # without a digit: first generation
+        ("Ascend310P3", False),
+    ],
+)
+def test_which_socs_compute_in_bfloat16(soc: str, expected: bool) -> None:
+    assert device.supports_bfloat16(soc, driver_says=True) is expected
+    assert device.supports_bfloat16(soc, driver_says=False) is False
+
+
+def test_the_decision_knows_precision_memory_and_what_is_visible(
+    npu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIM_NPU_NAME", "Ascend910A")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    found = device.decide()
+    assert (found.name, found.bfloat16, found.visible) == ("Ascend910A", False, "3")
+    assert found.memory == torch.npu.mem_get_info()[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"), [("0", [0]), ("1,2,3", [1, 2, 3]), ("1, 2", [1]), ("0-3", [0]), ("", []), ("all", [])]
+)
+def test_visible_ids_as_cann_reads_them(text: str, ids: list[int]) -> None:
+    assert device.visible_ids(text) == ids
+
+
+def test_count_visible(npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.npu, "device_count", lambda: 8)
+    assert device.count_visible({}) == device.count_visible({device.VISIBLE: ""}) == 8
+    assert device.count_visible({device.VISIBLE: "2,5"}) == 2
+
+    def device_count() -> int:
+        raise RuntimeError("no CANN")
+
+    monkeypatch.setattr(torch.npu, "device_count", device_count)
+    assert device.count_visible({}) == 0
+
+
+def test_bind_makes_the_ranks_own_card_the_current_one(npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    monkeypatch.setattr(torch.npu, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.npu, "set_device", bound.append)
+    assert device.bind({"LOCAL_RANK": "3"}) == "npu:3"
+    assert device.bind({}) == device.bind({"LOCAL_RANK": "-1"}) == device.bind({"LOCAL_RANK": "4"}) == ""
+    assert bound == [3]
+
+
 def test_importing_asks_no_driver() -> None:
     program = "import sys; import llamafactory_ascend.device; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamafactory_ascend import hookspecs
-from tests.fake_host import run, write_plugin
+from tests.fake_host import run, write, write_plugin
 from tests.running import Result, Train
 
 DOCS = Path(__file__).parent.parent / "docs" / "hooks.md"
@@ -42,6 +42,11 @@ def ascend_arguments(run, arguments):
 @hookimpl
 def ascend_preflight(run, arguments):
     return [Finding("note", "witness", f"{arguments.training.max_steps} steps")]
+
+@hookimpl
+def ascend_dataset_info():
+    from pathlib import Path
+    return [Path(__file__).parent / "witness_data" / "dataset_info.json"]
 
 @hookimpl
 def ascend_kernels():
@@ -81,14 +86,18 @@ def ascend_report_sections(run):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_plugin(tmp_path_factory.mktemp("plugin"), "witness", PLUGIN)
+    folder = write_plugin(tmp_path_factory.mktemp("plugin"), "witness", PLUGIN)
+    rows = json.dumps([{"instruction": "a question", "input": "", "output": "an answer"}] * 8)
+    info = json.dumps({"witness_set": {"file_name": "rows/witness.json"}})
+    return write(folder, {"witness_data/dataset_info.json": info, "witness_data/rows/witness.json": rows})
 
 
 @pytest.fixture(scope="module")
 def result(train_once: Train, installed: Path) -> Result:
     """Two steps on a CPU with a plugin that uses every hook, the trace on."""
     env = {"PYTHONPATH": str(installed), "LLAMAFACTORY_ASCEND_TRACE": "1", "WITNESS_TAKEN": "mine"}
-    found = train_once(npu=False, env=env, ascend={"plugins": {"witness": {"steps": 2}}})
+    block = {"plugins": {"witness": {"steps": 2}}}
+    found = train_once(npu=False, env=env, dataset="tiny,witness_set", ascend=block)
     assert found.code == 0, found.text
     return found
 
@@ -132,6 +141,14 @@ def test_ascend_arguments(result: Result) -> None:
 
 def test_ascend_preflight(result: Result) -> None:
     assert {"level": "note", "subject": "witness", "message": "2 steps"} in result.report["findings"]
+
+
+def test_ascend_dataset_info(result: Result, installed: Path) -> None:
+    """A recipe names a plugin's data set like the user's own; its rows are trained on."""
+    assert "Num examples = 72" in result.text  # 64 of tiny, 8 of the witness
+    decision = result.report["decisions"]["data.witness_set"]
+    assert decision["choice"] == str(installed / "witness_data" / "rows" / "witness.json")
+    assert decision["reason"] == f"a fragment: {installed / 'witness_data' / 'dataset_info.json'}:1"
 
 
 def test_ascend_kernels(installed: Path) -> None:

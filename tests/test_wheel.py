@@ -56,7 +56,13 @@ def test_installed_wheel_reads_its_recipes_and_data(python: str, tmp_path: Path)
     assert recipes == {
         path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "recipes").glob("*.yaml")
     }
-    assert rows == {"vertical_demo": 90, "vertical_demo_eval": 12}
+    assert rows == {
+        "vertical_demo": 90,
+        "vertical_demo_eval": 12,
+        "vertical_demo_text": 90,
+        "product_attributes": 320,
+        "product_attributes_eval": 80,
+    }
     assert "site-packages" in where
 
 

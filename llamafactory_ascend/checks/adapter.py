@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_ascend.checks import adapter_shapes as shapes_of
+from llamafactory_ascend.checks import oft
 from llamafactory_ascend.checks.adapter_shapes import Shape
 from llamafactory_ascend.checks.safetensors_header import TensorInfo, read_header, read_headers
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 STARTS_AT_ZERO = ("lora_B", "lora_embedding_B", "oft_R")
+ORTHOGONAL = 1e-2  # what differs more from a rotation is worth a warning
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class AdapterCheck:
         problems: a sentence for each thing that makes the adapter unusable; none: `ok`.
         warnings: what a reader should know and what can be right.
         tensors, bytes, sha256: of adapter_model.safetensors (0, 0, "" where there is none).
+        orthogonality_error: of an OFT adapter judged from its files alone, the largest ||R R' - I|| / ||I||.
     """
 
     path: str
@@ -33,10 +36,14 @@ class AdapterCheck:
     tensors: int
     bytes: int
     sha256: str
+    orthogonality_error: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
-        return asdict(self)
+        """Return plain data, for JSON; without an error of rotations where there are none to judge."""
+        found = asdict(self)
+        return {
+            key: value for key, value in found.items() if key != "orthogonality_error" or value is not None
+        }
 
 
 def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bool = True) -> AdapterCheck:
@@ -58,6 +65,8 @@ def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bo
     warnings: list[str] = []
     config = _read_config(folder / CONFIG, problems)
     header = _read_weights(file, problems)
+    problems += oft.config_problems(config)
+    error = None
     if header:
         found = {key: info.shape for key, info in header.items()}
         modules = shapes_of.by_module(found)
@@ -66,10 +75,35 @@ def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bo
         problems += _expectation_problems(found, expected or {})
         value_problems, warnings = _value_problems(file, trained)
         problems += value_problems
+        if config.get("peft_type") == "OFT" and expected is None and not problems:
+            error, key = orthogonality(file, config)
+            if error > ORTHOGONAL:
+                warnings.append(not_orthogonal(error, key))
     size = file.stat().st_size if file.is_file() else 0
     digest = sha256(file) if size else ""
     return AdapterCheck(
-        str(folder), not problems, tuple(problems), tuple(warnings), len(header), size, digest
+        str(folder), not problems, tuple(problems), tuple(warnings), len(header), size, digest, error
+    )
+
+
+def orthogonality(file: Path, config: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the largest error of the rotations in an OFT adapter's file, and the key it belongs to."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as weights:
+        found = {
+            key: oft.orthogonality_error(weights.get_tensor(key), config)
+            for key in weights.keys()  # noqa: SIM118 - it has no __iter__
+            if (match := shapes_of.TENSOR.fullmatch(key)) and match["kind"] == "oft_R"
+        }
+    return max(((error, key) for key, error in found.items()), default=(0.0, ""))
+
+
+def not_orthogonal(error: float, key: str) -> str:
+    """Say how far the rotations of an adapter are from being any, and what would make them so."""
+    return (
+        f"its rotations are not orthogonal: ||RR'-I||/||I|| reaches {error:.2g}, in {key}. PEFT's series "
+        "holds for small angles only; a new adapter with `ascend.oft.exact_cayley: true` rotates exactly"
     )
 
 

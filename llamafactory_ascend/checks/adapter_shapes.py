@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llamafactory_ascend.checks import oft as oft_blocks
 from llamafactory_ascend.checks.safetensors_header import TensorInfo
 
 Shape = tuple[int, ...]
@@ -51,11 +52,13 @@ def module_faults(modules: Modules, config: Mapping[str, Any]) -> Iterator[tuple
             for reason in _misfits(tensors, rank_of(name, config), bool(config.get("target_parameters")))
         )
         if "oft_R" in tensors:
-            yield from ((name, reason) for reason in _oft_faults(tensors["oft_R"], config))
+            yield from ((name, reason) for reason in oft_blocks.block_faults(tensors["oft_R"], config))
 
 
 def _malformed(tensors: Mapping[str, Shape]) -> Iterator[str]:
     for kind, shape in tensors.items():
+        if kind == "oft_R" and shape[1:] == (0,) and shape[0]:
+            continue  # blocks of 1 x 1 have no free entry, and a reason of their own
         if 0 in shape:
             yield f"{kind} is empty (shape {list(shape)})"
         elif kind != "lora_magnitude_vector" and len(shape) < 2:
@@ -84,22 +87,6 @@ def _misfits(tensors: Mapping[str, Shape], rank: int, experts: bool) -> Iterator
             yield f"lora_magnitude_vector has shape {list(magnitude)}, {second} has {b[0]} rows"
 
 
-def _oft_faults(shape: Shape, config: Mapping[str, Any]) -> Iterator[str]:
-    if len(shape) != 2 or 0 in shape:
-        return
-    block = block_size(shape[1])
-    if block is None:
-        yield f"oft_R has {shape[1]} columns, which is no block's n(n-1)/2"
-    elif config.get("block_share") and shape[0] != 1:
-        yield f"oft_R has {shape[0]} blocks, adapter_config.json shares one (block_share)"
-
-
-def block_size(columns: int) -> int | None:
-    """Return n where an n x n skew-symmetric block has this number of free entries, n(n-1)/2."""
-    n = round((1 + (1 + 8 * columns) ** 0.5) / 2)
-    return n if n * (n - 1) // 2 == columns else None
-
-
 def rank_of(module: str, config: Mapping[str, Any]) -> int:
     """Return a module's LoRA rank: PEFT matches the keys of ``rank_pattern`` at the end of the path."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
@@ -126,7 +113,7 @@ def base_faults(
             yield name, f"lora_A reads {list(a[1:])}, the base model's layer reads {inner}"
         if len(b) >= 2 and b[0] != out:
             yield name, f"lora_B writes {b[0]}, the base model's layer writes {out}"
-        block = block_size(oft[1]) if len(oft) == 2 else None
+        block = oft_blocks.block_size(oft[1]) if len(oft) == 2 else None
         if block and len(inner) == 1 and inner[0] != block * oft[0] and not config.get("block_share"):
             yield name, f"oft_R covers {block * oft[0]} inputs, the base model's layer has {inner[0]}"
 
@@ -138,6 +125,10 @@ def hidden_faults(modules: Modules, hidden: int) -> Iterator[tuple[str, str]]:
         a, b = tensors.get("lora_A", ()), tensors.get("lora_B", ())
         if leaf in READS_HIDDEN and len(a) == 2 and a[1] != hidden:
             yield name, f"lora_A reads {a[1]}, the base model's hidden_size is {hidden}"
+        oft = tensors.get("oft_R", ())
+        block = oft_blocks.block_size(oft[1]) if len(oft) == 2 and oft[0] > 1 else None  # one may be shared
+        if leaf in READS_HIDDEN and block and oft[0] * block != hidden:
+            yield name, f"oft_R covers {oft[0] * block} inputs, the base model's hidden_size is {hidden}"
         if leaf in WRITES_HIDDEN and len(b) == 2 and b[0] != hidden:
             yield name, f"lora_B writes {b[0]}, the base model's hidden_size is {hidden}"
 

@@ -6,7 +6,7 @@ Nothing heavy is imported here: ``doctor`` has to work where ``import torch`` do
 import typer
 
 from llamafactory_ascend import __version__
-from llamafactory_ascend.cli import check, doctor, patches
+from llamafactory_ascend.cli import check, data, doctor, patches, recipes
 
 __all__ = ["app"]
 
@@ -47,4 +47,6 @@ def main(
 
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(check.app, name="check")
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(data.app, name="data")
 app.command("patches", epilog=patches.EPILOG)(patches.patches)

@@ -39,5 +39,7 @@ def adapter(
         for warning in verdict.warnings:
             typer.echo(f"warning {warning}")
         typer.echo(f"{verdict.tensors} tensors, {verdict.bytes:,} bytes, sha256 {verdict.sha256 or '-'}")
+        if verdict.orthogonality_error is not None:
+            typer.echo(f"rotations with ||RR'-I||/||I|| up to {verdict.orthogonality_error:.2g}")
         typer.echo("whole" if verdict.ok else "not usable: see the errors above")
     raise typer.Exit(0 if verdict.ok else 1)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +38,25 @@ class Plan:
         family: of the model, None if it is not known.
         choices: operator -> choice.
         packed: samples share rows and must be kept apart.
+        device_type: of the training.
         done: what has been put in place.
+        beside: what has been put into models that only compute (reference and reward models).
+        begun: the training has begun; models that are built from now on are not part of it.
+        attested: the counted calls of the first step.
     """
 
     family: Family | None
     choices: "Mapping[str, Choice]"
     packed: bool
+    device_type: str
     done: "Substitutions"
+    beside: "list[Substitutions]" = field(default_factory=list)
+    begun: bool = False
     attested: dict[str, Any] | None = None
+
+    def revert(self) -> None:
+        for one in (*self.beside, self.done):
+            one.revert()
 
 
 _plans: list[Plan] = []  # of the training of this process; a list, because a second one replaces the first
@@ -72,7 +83,8 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
     here = device.decide(arguments.training.device.type)
     family = family_of(model_type)
     packed = is_packed(arguments)
-    conditions = selection.Conditions(here.type, here.name, packed, taken(arguments))
+    compiled = arguments.training.torch_compile
+    conditions = selection.Conditions(here.type, here.name, packed, taken(arguments), compiled)
     wishes = selection.wishes(run.settings.kernels)
     known = [one for found in _known() for one in found]
     choices = {name: selection.select(name, wish, known, family, conditions) for name, wish in wishes.items()}
@@ -86,7 +98,7 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
         return
     from llamafactory_ascend.kernels.substitution import Substitutions
 
-    _plans[:] = [Plan(family, choices, packed, Substitutions())]
+    _plans[:] = [Plan(family, choices, packed, here.type, Substitutions())]
     if not any(choice.usable or choice.refused for choice in choices.values()):
         reasons = dict.fromkeys(choice.reason for choice in choices.values())
         run.decide("kernels", "left as they are", "; ".join(reasons))
@@ -100,7 +112,7 @@ def prepare(run: "Run", arguments: "Arguments", model_type: str) -> None:
         run.decide(f"kernels.{name}", choice.name, choice.reason + refused)
         if choice.usable and support.level == "experimental":
             run.find("note", "kernels", f"{name} of {model_type} is experimental: {support.note}")
-    _before_build(run, here.type)
+    _before_build(run)
 
 
 def _known() -> list[list[backends.Backend]]:
@@ -155,13 +167,13 @@ def refuse_packing(run: "Run", what: str, hint: str, device_type: str) -> None:
     run.find("warning", "kernels", f"{what}; {hint}")
 
 
-def _before_build(run: "Run", device_type: str) -> None:
+def _before_build(run: "Run") -> None:
     import importlib
 
     current = _plans[0]
     assert current.family is not None
     modeling = importlib.import_module(current.family.module)
-    if device_type == "npu" and getattr(modeling, "FusedRMSNormGated", None) is not None:
+    if current.device_type == "npu" and getattr(modeling, "FusedRMSNormGated", None) is not None:
         # Built with torch.cuda.current_device(), which no NPU has; Transformers' own class is built instead.
         current.done.put(modeling, "FusedRMSNormGated", None)
         run.decide(
@@ -170,7 +182,7 @@ def _before_build(run: "Run", device_type: str) -> None:
     _substitute(run, None)
 
 
-def _substitute(run: "Run", model: "nn.Module | None") -> None:
+def _substitute(run: "Run", model: "nn.Module | None", done: "Substitutions | None" = None) -> None:
     from llamafactory_ascend.kernels.substitution import Order, substitute
 
     current = _plans[0]
@@ -182,7 +194,30 @@ def _substitute(run: "Run", model: "nn.Module | None") -> None:
             log.warn(f"kernels: {message}", every_rank=True)
         run.find("warning", "kernels", message)
 
-    substitute(current.done, Order(current.family, current.choices, current.packed, say), model)
+    order = Order(current.family, current.choices, current.packed, say)
+    substitute(done or current.done, order, model)
+
+
+def compute_alike(run: "Run", model: "nn.Module") -> None:
+    """Let a reference or reward model of this training compute with the operators of the trained model.
+
+    It goes through the same switches, so that what is given up for one is given up for the other, and two
+    equal models give equal logits to the last digit. Its calls are not counted.
+    """
+    current = plan()
+    if current is None or current.begun or not current.done.slots:
+        return
+    beside = current.done.beside()
+    current.beside.append(beside)
+    _substitute(run, model, beside)
+    kind = type(model).__name__
+    for place, reason in beside.refused.items():
+        run.find("warning", "kernels", f"{place} of a model beside the trained one: {reason}")
+    run.decide(
+        f"kernels.beside.{len(current.beside)}",
+        f"{len(beside.slots)} modules of {kind}",
+        "a model beside the trained one computes with the same operators",
+    )
 
 
 @hookimpl
@@ -194,7 +229,7 @@ def ascend_kernels() -> list[backends.Backend]:
 def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
     """Forget an earlier training of this process; choose early where the model lies in a local folder."""
     for earlier in _plans:
-        earlier.done.revert()
+        earlier.revert()
     _plans.clear()
     if not arguments.training.do_train:
         return
@@ -221,16 +256,30 @@ def ascend_after_model(run: "Run", model: "nn.Module") -> None:
     kind = type(model).__name__
     missing = [choice for name, choice in current.choices.items() if choice.usable and name not in counts]
     for choice in missing:
+        refused = _refused(current, choice.operator)
+        if choice.operator in SEQUENTIAL and current.packed and refused:
+            what = f"{choice.operator} of {kind} cannot keep packed samples apart: {refused}"
+            refuse_packing(run, what, "set `packing: false` and `neat_packing: false`", current.device_type)
         if choice.explicit:
-            what = f"`ascend.kernels`: {choice.operator}: no module of {kind} holds it"
+            what = f"`ascend.kernels`: {choice.operator}: {refused or f'no module of {kind} holds it'}"
             raise AscendError(what, f"leave `{choice.operator}` out")
-        if counts:  # most mixtures of experts have no dense layer, for one
+        if counts and not refused:  # most mixtures of experts have no dense layer, for one
             run.find("note", "kernels", f"{choice.operator}: no module of {kind} holds it")
     if missing and not counts:
-        run.miss("kernels", f"nothing was replaced: no module of {kind} is known, although its family is")
+        reasons = "; ".join(dict.fromkeys(current.done.refused.values()))
+        reasons = reasons or f"no module of {kind} is known, although its family is"
+        run.miss("kernels", f"nothing was replaced: {reasons}")
     if counts:
         chosen = ", ".join(f"{name} {current.choices[name].name} x{n}" for name, n in counts.items())
         log.info(f"kernels: {chosen}")
+
+
+def _refused(current: Plan, operator: str) -> str:
+    """Return why modules that hold an operator were left alone, "" if none was."""
+    places = current.family.places if current.family else ()
+    labels = [x for place in places if place.operator == operator for x in (*place.classes, *place.functions)]
+    reasons = current.done.refused
+    return "; ".join(dict.fromkeys(reasons[label] for label in labels if label in reasons))
 
 
 @hookimpl

@@ -5,21 +5,26 @@ after the model is loaded and with a bare FileNotFoundError. PEFT fills what an 
 values of a fresh adapter, without an error.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features import given_adapters
 from llamafactory_ascend.features.sharding import is_adapter, uses_fsdp
 from llamafactory_ascend.hookspecs import hookimpl
 from llamafactory_ascend.run import Finding
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer, TrainerCallback
 
     from llamafactory_ascend.run import Arguments, Run
 
 STATE = "trainer_state.json"  # the Trainer writes it last
+# What an OFT adapter's weights mean; a resume loads the weights and leaves these as the recipe has them.
+OFT_MEANING = ("use_cayley_neumann", "num_cayley_neumann_terms", "coft", "block_share")
 
 
 def checkpoint(training: Any) -> Path | None:
@@ -48,10 +53,17 @@ def another(folder: Path) -> str:
 @hookimpl
 def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
     folder = checkpoint(arguments.training)
-    if folder is None or not folder.is_dir() or (folder / STATE).is_file():
+    if folder is None or not folder.is_dir():
         return []
-    message = f"{folder} has no {STATE}: the run was killed while it was saved; {another(folder)}"
-    return [Finding("error", "resume", message)]
+    if not (folder / STATE).is_file():
+        message = f"{folder} has no {STATE}: the run was killed while it was saved; {another(folder)}"
+        return [Finding("error", "resume", message)]
+    kind = given_adapters.of_folder(str(folder)).kind
+    wanted = arguments.finetuning.finetuning_type
+    if kind and kind != wanted:
+        message = f"{folder} holds {given_adapters.article(kind)} adapter, but `finetuning_type` is {wanted}"
+        return [Finding("error", "resume", f"{message}; choose another output_dir, or train on as {kind}")]
+    return []
 
 
 @hookimpl
@@ -76,4 +88,28 @@ def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCal
         raise AscendError(
             f"the adapter in {folder} is not whole: {'; '.join(result.problems)}", another(folder)
         )
+    refuse_other_rotations(folder, trainer.model)
     return []
+
+
+def refuse_other_rotations(folder: Path, model: "nn.Module") -> None:
+    """Let an OFT training resume only where it rotates as it did.
+
+    Raises:
+        AscendError: the checkpoint's weights would mean other rotations in this model.
+    """
+    from llamafactory_ascend.checks.adapter import CONFIG
+    from llamafactory_ascend.features.adapter_state import find_peft_model
+
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    found = find_peft_model(model)
+    if saved.get("peft_type") != "OFT" or found is None:
+        return
+    live = found[1].active_peft_config
+    for key in OFT_MEANING:
+        if key in saved and saved[key] != getattr(live, key):
+            raise AscendError(
+                f"{folder} was trained with `{key}: {saved[key]}`, this run has `{getattr(live, key)}`: its "
+                "weights would mean other rotations",
+                f"write `adapter_name_or_path: {folder}` to go on with what the adapter has",
+            )

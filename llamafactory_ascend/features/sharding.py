@@ -26,9 +26,8 @@ TYPES = (FULL, "LOCAL_STATE_DICT", SHARDED)  # in the order of accelerate's numb
 
 def is_adapter(arguments: "Arguments") -> bool:
     """True where the run trains an adapter that PEFT saves."""
-    other_trainer = any(
-        getattr(arguments.finetuning, key, False) for key in ("use_mca", "use_hyper_parallel")
-    )
+    others = ("use_mca", "use_hyper_parallel", "use_megatron_bridge")
+    other_trainer = any(getattr(arguments.finetuning, key, False) for key in others)
     return arguments.finetuning.finetuning_type in ("lora", "oft") and not other_trainer
 
 

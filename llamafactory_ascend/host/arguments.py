@@ -142,6 +142,7 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     """Let the plugins adjust, judge or refuse a training run before its model is loaded."""
     from llamafactory.hparams import parser as host
 
+    from llamafactory_ascend.launching import ownership
     from llamafactory_ascend.report import lifecycle
 
     now = run.current()
@@ -154,6 +155,7 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     now.judge_early_misses()
     now.arguments = arguments = run.Arguments(*parsed)
     log.info(f"active: {len(now.ledger.standing())} of {len(now.ledger.records)} patches are in place so far")
+    ownership.take_in_rank(Path(arguments.training.output_dir))  # before anything in it is written
     now.attempt("the run report", lambda: lifecycle.begin(now, versions()))
     errors = [finding for finding in examine(now, arguments) if finding.level == "error"]
     if errors:

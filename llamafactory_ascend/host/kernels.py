@@ -30,9 +30,13 @@ def patch_qwen3_5_forward_npu(original: Callable[..., None], model: nn.Module) -
 
     It loops over `model.model.layers`, which the dense model does not have, and then goes on on the slow path
     with a warning; for a `ForCausalLM` it does nothing, without a word; with a triton-ascend that cannot be
-    imported it ends the run.
+    imported it ends the run. Outside training (chat, export, evaluation) the plugin replaces nothing, and the
+    host's patch is left to itself.
     """
     now = run.current()
+    if now.arguments is None or not now.arguments.training.do_train:
+        original(model)
+        return
     if kernels.replaces("gated_delta_rule"):
         now.decide("kernels.host_patch", "not applied", "the plugin replaces the gated delta rule itself")
         return

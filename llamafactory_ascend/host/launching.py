@@ -1,18 +1,25 @@
-"""The launcher: settings are checked and the environment is filled before any rank is started."""
+"""The launcher: before any rank starts, settings are checked, output_dir locked, the environment filled."""
 
+import contextlib
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
-from llamafactory_ascend import settings
+from llamafactory_ascend import log
+from llamafactory_ascend.host import platform
 from llamafactory_ascend.host.arguments import (
-    RECIPES,
     Words,
     fill_environment,
     mistakes_end_the_process,
+    names_recipe,
     read_recipe,
+    resolve,
     take_settings,
 )
+from llamafactory_ascend.launching import ownership, torchrun
 from llamafactory_ascend.patching import Patch, Target
 from llamafactory_ascend.report import parent
 
@@ -23,8 +30,15 @@ def launch(original: Callable[[], Any]) -> Any:
         return original()
     recipe = check(sys.argv[2:])
     fill_environment("train")
-    with parent.watch(recipe):
-        return original()
+    with mistakes_end_the_process():
+        platform.before_launch()
+    with parent.watch(recipe), ownership.ending():
+        folder = parent.output_dir(recipe)
+        if folder is not None and ownership.is_takers_turn(os.environ):
+            with mistakes_end_the_process():
+                ownership.take(folder)
+        with torchrun_beside_python(sys.modules.get("llamafactory.launcher")):
+            return original()
 
 
 def check(words: list[str]) -> Words:
@@ -34,15 +48,50 @@ def check(words: list[str]) -> Words:
         What the host will read: a recipe with its overrides, or the words; [] if the recipe is unreadable.
     """
     found: Words = words
-    if words and words[0].endswith(RECIPES):
-        with mistakes_end_the_process():
-            overrides = settings.as_overrides(words[1:])
+    if names_recipe(words):
+        words = resolve(words)
         try:
-            found = read_recipe([words[0], *overrides])
+            found = read_recipe(words)
         except Exception:
             return []  # no such file, broken YAML: the host says so in its own words
     take_settings(found)
     return found
+
+
+class Subprocess:
+    """What the host's launcher sees as its module ``subprocess``: the same, but for the call of torchrun."""
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def run(self, command: Any, env: Any = None, check: bool = False, **other: Any) -> Any:
+        """Run torchrun, found beside the running Python, with the words of this process as they are."""
+        known = not other and not isinstance(command, str)
+        meant = torchrun.words(command, self.script, sys.argv[1:]) if known else None
+        if meant is None:
+            log.warn(f"the host starts {command!r}, which is not the torchrun it is known to start: as it is")
+            return subprocess.run(command, env=env, check=check, **other)
+        code = torchrun.run(meant, env, ownership.handles())
+        if check and code:
+            raise subprocess.CalledProcessError(code, meant)
+        return subprocess.CompletedProcess(meant, code)
+
+
+@contextlib.contextmanager
+def torchrun_beside_python(launcher: ModuleType | None) -> Iterator[None]:
+    """Let the host's launcher start torchrun through us; no other module, and no PATH, is changed."""
+    if getattr(launcher, "subprocess", None) is not subprocess:
+        yield
+        return
+    assert launcher is not None and launcher.__file__ is not None
+    launcher.subprocess = Subprocess(launcher.__file__)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        launcher.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 PATCHES = [
@@ -51,8 +100,11 @@ PATCHES = [
         targets=(Target("llamafactory.launcher", "launch"),),
         around=launch,
         parameters=(),
-        why="Environment defaults of the device must be set before torchrun starts the ranks.",
-        remove_when="the host offers a hook before it launches",
+        why=(
+            "The environment must be filled and output_dir locked before torchrun starts the ranks. The host "
+            "starts any torchrun on PATH, splits its words on blanks, and leaves it behind on SIGTERM."
+        ),
+        remove_when="the host offers a hook before it launches, and starts and stops its own torchrun",
         tested={"c696e9239335": "llamafactory 0.9.5", "f3df2beb964f": "llamafactory-kt 0.9.6.dev0"},
     ),
 ]

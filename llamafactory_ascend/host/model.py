@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llamafactory_ascend import plugins, run
+from llamafactory_ascend.features import kernels
 from llamafactory_ascend.patching import Patch, Target
 
 
@@ -15,10 +16,14 @@ def load_model(
     is_trainable: bool = False,
     add_valuehead: bool = False,
 ) -> Any:
-    """Call the plugins around the build of the model that is trained; reference models pass untouched."""
+    """Call the plugins around the build of the model that is trained; reference and reward models of the same
+    training get its kernels only."""
     now, hook = run.current(), plugins.manager().hook
     if not is_trainable or now.arguments is None:
-        return original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
+        model = original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
+        if now.arguments is not None and now.arguments.training.do_train:
+            kernels.compute_alike(now, model)
+        return model
     hook.ascend_before_model(run=now, arguments=now.arguments)
     model = original(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
     hook.ascend_after_model(run=now, model=model)

@@ -8,17 +8,23 @@ from llamafactory_ascend.patching import Patch
 @hookimpl
 def ascend_patches() -> list[Patch]:
     from llamafactory_ascend.host import (
+        adapters,
         arguments,
         checkpointing,
         collator,
+        data,
+        evaluation,
         kernels,
         launching,
         model,
+        platform,
         sharding,
+        targets,
         trainer,
     )
 
-    modules = (launching, arguments, model, kernels, checkpointing, collator, sharding, trainer)
+    early = (launching, arguments, adapters, model, kernels, checkpointing)
+    modules = (*early, collator, data, evaluation, platform, sharding, targets, trainer)
     return [patch for module in modules for patch in module.PATCHES]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llamafactory_ascend import log, plugins, run
+from llamafactory_ascend.launching import ownership
 from llamafactory_ascend.patching import ANYTHING, Patch, Target
 from llamafactory_ascend.report import lifecycle
 
@@ -51,12 +52,13 @@ def judge_patches(now: run.Run) -> None:
 
 def training_function(original: Callable[..., None], config: dict[str, Any]) -> None:
     """Record how the run ended, here and in a Ray worker; an exception travels on."""
-    try:
-        original(config)
-    except BaseException as error:
-        _record(lifecycle.failed, error)
-        raise
-    _record(lifecycle.finished)
+    with ownership.ending():
+        try:
+            original(config)
+        except BaseException as error:
+            _record(lifecycle.failed, error)
+            raise
+        _record(lifecycle.finished)
 
 
 def _record(end: Callable[..., None], *args: BaseException) -> None:

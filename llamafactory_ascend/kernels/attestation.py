@@ -1,7 +1,8 @@
 """Attestation: which substituted modules really called their back end in the first step of this rank.
 
-A hook on every such module notes that it ran, the switch notes the calls of its operator. A module that ran
-past its switch, or was never called, shows up; what backward recomputes is counted apart.
+Hooks on every such module note that it runs, the switch notes the calls of its operator. A module that ran
+past its switch, or was never called, shows up; what backward recomputes is counted apart, and what another
+model calls through the same switch (a reference model, for one) is not counted.
 """
 
 import threading
@@ -36,7 +37,11 @@ class Attestation:
     def start(self) -> None:
         """Watch every slot."""
         for slot in self.slots:
-            self._handles.append(slot.module.register_forward_pre_hook(self._enter(slot)))
+            module = slot.alive()
+            if module is not None:
+                self._handles.append(module.register_forward_pre_hook(self._enter(slot, module)))
+                leave = module.register_forward_hook(self._leave(slot), always_call=True)
+                self._handles.append(leave)  # always: recomputation leaves a layer by an exception
             slot.switch.counting = self._call
 
     def stop(self) -> None:
@@ -47,8 +52,8 @@ class Attestation:
         for slot in self.slots:
             slot.switch.counting = None
 
-    def _enter(self, slot: Slot) -> Any:
-        operator, key = slot.switch.operator, id(slot.module)
+    def _enter(self, slot: Slot, module: nn.Module) -> Any:
+        operator, key = slot.switch.operator, id(module)
 
         def enter(module: nn.Module, args: Any) -> None:
             self._owners.by_operator[operator] = key
@@ -56,6 +61,14 @@ class Attestation:
                 self.ran[operator, key] += 1
 
         return enter
+
+    def _leave(self, slot: Slot) -> Any:
+        operator = slot.switch.operator
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._owners.by_operator.pop(operator, None)
+
+        return leave
 
     def _call(self, operator: str) -> None:
         key = self._owners.by_operator.get(operator)
@@ -73,7 +86,10 @@ class Attestation:
         """
         found: dict[str, dict[str, Any]] = {}
         for slot in self.slots:
-            key = (slot.switch.operator, id(slot.module))
+            key = (
+                slot.switch.operator,
+                id(slot.alive() or slot),
+            )  # of a module that is gone: nothing counted
             entry = found.setdefault(
                 slot.switch.operator,
                 {

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from llamafactory_ascend.kernels import causal_conv1d, varlen
 from llamafactory_ascend.kernels.backends import Backend
+from llamafactory_ascend.kernels.samples import Arguments, Samples
+from llamafactory_ascend.kernels.varlen import Sequences
 
 Call = Callable[..., Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 PROBED_TOKENS = 1024  # the probe looks at so many at most: enough to see a wrong kernel, little memory
 
 
@@ -33,6 +34,8 @@ class Form:
         fits: (module or function) -> "" or why the replacement would not compute the same.
         shorten: (args, kwargs) of a call -> those of a shorter call, for the probe.
         constants: places of arguments that no gradient flows to.
+        against: (module that calls it) -> "" or why this module needs its own code; not of kind `forward`.
+        samples: how a call on packed samples is taken apart; None where no token sees another.
     """
 
     kind: Literal["forward", "function", "callable"]
@@ -42,6 +45,8 @@ class Form:
     old: Callable[[Any], Call] = lambda found: getattr(found, "forward", found)
     install: Callable[[Call], Call] = lambda replacement: replacement
     constants: tuple[int, ...] = ()
+    against: Callable[[nn.Module], str] = lambda module: ""
+    samples: Samples | None = None
 
 
 def cast(x: Tensor, backend: Backend) -> Tensor:
@@ -220,26 +225,36 @@ def _delta_rule(function: Call, backend: Backend) -> Call:
     return chunk_gated_delta_rule
 
 
-def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    def cut(x: Any) -> Any:
-        return x[:1, :PROBED_TOKENS] if isinstance(x, Tensor) else x
+def _tokens_of_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int((kwargs["value"] if "value" in kwargs else args[2]).shape[1])
 
-    kept = {key: x if key == "initial_state" else cut(x) for key, x in kwargs.items() if key != "cu_seqlens"}
-    if kept.get("initial_state") is not None:
-        kept["initial_state"] = kept["initial_state"][:1]
+
+def _sequences_of_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequences | None:
+    cu_seqlens = kwargs.get("cu_seqlens")
+    if cu_seqlens is None:
+        return varlen.current()
+    return varlen.of_cu_seqlens(cu_seqlens, _tokens_of_rule(args, kwargs))
+
+
+def _stretch(args: tuple[Any, ...], kwargs: dict[str, Any], row: int, first: int, last: int) -> Arguments:
+    def cut(x: Any) -> Any:
+        return x[row : row + 1, first:last] if isinstance(x, Tensor) else x
+
+    kept = {key: cut(x) for key, x in kwargs.items() if key not in ("cu_seqlens", "initial_state")}
     return tuple(cut(x) for x in args), kept
+
+
+def _start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    cut, kept = _stretch(args, kwargs, 0, 0, PROBED_TOKENS)
+    state = kwargs.get("initial_state")
+    return cut, kept if state is None else {**kept, "initial_state": state[:1]}
 
 
 def _convolution(function: Call, backend: Backend) -> Call:
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> Tensor:
         x, weight, bias, activation = _conv_arguments(args, kwargs)
         rows, channels, tokens = x.shape
-        cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        sequences = varlen.current()
-        if sequences is None and cu_seqlens is not None:
-            sequences = varlen.of_cu_seqlens(cu_seqlens, tokens)
-        elif sequences is None and seq_idx is not None:
-            sequences = varlen.of_seq_idx(seq_idx)
+        sequences = _sequences_of_conv(args, kwargs)
         along = cast(x, backend).transpose(1, 2)
         if sequences is not None:
             along = along.reshape(1, rows * tokens, channels)
@@ -247,6 +262,15 @@ def _convolution(function: Call, backend: Backend) -> Call:
         return output.view(rows, tokens, channels).transpose(1, 2).to(x.dtype)
 
     return causal_conv1d_fn
+
+
+def _sequences_of_conv(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequences | None:
+    cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if varlen.current() is None and cu_seqlens is not None:
+        return varlen.of_cu_seqlens(cu_seqlens, _tokens_of_conv(args, kwargs))
+    if varlen.current() is None and seq_idx is not None:
+        return varlen.of_seq_idx(seq_idx)
+    return varlen.current()
 
 
 def _conv_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -263,13 +287,34 @@ def _through_conv1d(_: Any) -> Call:
     return causal_conv1d_fn
 
 
-def _conv_start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _tokens_of_conv(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(_conv_arguments(args, kwargs)[0].shape[2])
+
+
+def _conv_stretch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], row: int, first: int, last: int
+) -> Arguments:
     x, weight, bias, activation = _conv_arguments(args, kwargs)
-    return (x[:1, :, :PROBED_TOKENS], weight, bias, activation), {}
+    return (x[row : row + 1, :, first:last], weight, bias, activation), {}
 
 
-def _always(_: Any) -> str:
-    return ""
+def _conv_start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return _conv_stretch(args, kwargs, 0, 0, PROBED_TOKENS)
+
+
+def _computes_more(module: nn.Module) -> str:
+    """Say why a module's `conv1d` is more than the weight and bias that the call is given, "" if it is not.
+
+    PEFT's adapters answer for the weight beneath them, so that the call would pass them by. Its wrapper for
+    `modules_to_save` answers for the copy in use, which is right.
+    """
+    conv1d = getattr(module, "conv1d", None)
+    if isinstance(conv1d, nn.Conv1d) and type(conv1d).forward is nn.Conv1d.forward:
+        return "the forward of its conv1d has been replaced" if "forward" in vars(conv1d) else ""
+    if conv1d is None or (hasattr(conv1d, "modules_to_save") and hasattr(conv1d, "original_module")):
+        return ""
+    kind = f"{type(conv1d).__module__}.{type(conv1d).__name__}"
+    return f"its conv1d is a {kind}, of which a kernel would see the frozen weight alone"
 
 
 FORMS: dict[str, Form] = {
@@ -287,6 +332,20 @@ FORMS: dict[str, Form] = {
     "rope_vision": Form(
         "function", _rope_vision, _takes("q", "k", "cos", "sin"), _positions, constants=(2, 3)
     ),
-    "delta_rule": Form("callable", _delta_rule, _takes("query", "key", "value", "g", "beta"), _start),
-    "convolution": Form("callable", _convolution, _always, _conv_start, old=_through_conv1d),
+    "delta_rule": Form(
+        "callable",
+        _delta_rule,
+        _takes("query", "key", "value", "g", "beta"),
+        _start,
+        samples=Samples(_sequences_of_rule, _tokens_of_rule, _stretch, 1),
+    ),
+    "convolution": Form(
+        "callable",
+        _convolution,
+        lambda _: "",
+        _conv_start,
+        old=_through_conv1d,
+        against=_computes_more,
+        samples=Samples(_sequences_of_conv, _tokens_of_conv, _conv_stretch, 2),
+    ),
 }

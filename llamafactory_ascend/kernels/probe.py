@@ -22,7 +22,8 @@ class Comparison:
     """Relative L2 distances of output and input gradients.
 
     Attributes:
-        errors: "output", "d_0", "d_1", ... (gradients by place among the floating tensors) -> distance.
+        errors: "output", "d_0", "d_1", ... (gradients by place among the floating tensors) -> distance; the
+            same names behind "packed " are of a call on packed samples.
         reference: "live dtype", or "float32" where the old code is itself beyond the limit from its own
             result in float32.
         skipped: why nothing could be compared, "" if it was.
@@ -39,6 +40,12 @@ class Comparison:
     @property
     def passed(self) -> bool:
         return all(error <= LIMIT for error in self.errors.values())
+
+    def with_packed(self, packed: "Comparison") -> "Comparison":
+        """Return this comparison and the one of a packed call as one."""
+        errors = {**self.errors, **{f"packed {name}": error for name, error in packed.errors.items()}}
+        reference = packed.reference if self.reference == "live dtype" else self.reference
+        return Comparison(errors, reference, self.skipped or packed.skipped)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data; what is not finite as text, because JSON has no such number."""
@@ -68,22 +75,32 @@ def compare(
     try:
         expected = _run(old, args, kwargs, constants)
         actual = _run(new, args, kwargs, constants)
-        dtypes = [[x.dtype for name, x in named if name.startswith("output")] for named in (expected, actual)]
+        dtypes = [[x.dtype for x in result.outputs] for result in (expected, actual)]
         if dtypes[0] != dtypes[1]:  # the next operator would not take it
             raise TypeError(f"it returns {dtypes[1]} where {dtypes[0]} is expected")
-        found = Comparison(_distances(expected, actual))
+        floor = _floors(expected)
+        found = Comparison(_distances(expected, actual, floor))
         if not found.passed:
             with _no_autocast(args, kwargs):  # under it, float32 tensors are multiplied in bfloat16 too
                 wide = _run(old, *_as_float32(args, kwargs), constants)
-            if not Comparison(_distances(wide, expected)).passed:  # the old code cannot judge in this dtype
-                found = Comparison(_distances(wide, actual), "float32")
+            if not Comparison(_distances(wide, expected, floor)).passed:
+                # the old code cannot judge in this dtype
+                found = Comparison(_distances(wide, actual, floor), "float32")
     except torch.OutOfMemoryError:
         return Comparison(skipped="the device has no memory to spare for it")
     return found
 
 
-def _run(function: Call, args: Any, kwargs: Any, constants: tuple[int, ...]) -> list[tuple[str, Tensor]]:
-    """Return output and input gradients, named, of a call on detached copies."""
+@dataclass(frozen=True)
+class _Result:
+    """A call on detached copies: what went in, what came out, and its gradients, None where there is none."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def _run(function: Call, args: Any, kwargs: Any, constants: tuple[int, ...]) -> _Result:
     leaves: list[Tensor] = []
 
     def copy(value: Any) -> Any:
@@ -101,8 +118,7 @@ def _run(function: Call, args: Any, kwargs: Any, constants: tuple[int, ...]) -> 
         outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
         outputs = [x for x in outputs if x.requires_grad]
         gradients = torch.autograd.grad(outputs, leaves, [_direction(x) for x in outputs], allow_unused=True)
-    named = [(f"output_{place}" if place else "output", x.detach()) for place, x in enumerate(outputs)]
-    return named + [(f"d_{place}", x) for place, x in enumerate(gradients) if x is not None]
+    return _Result([x.detach() for x in leaves], [x.detach() for x in outputs], list(gradients))
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -115,19 +131,45 @@ def _direction(output: Tensor) -> Tensor:
     return torch.cos(steps * 0.7).reshape(output.shape).to(output.dtype)
 
 
-def _distances(expected: list[tuple[str, Tensor]], actual: list[tuple[str, Tensor]]) -> dict[str, float]:
-    """Return name -> ||actual - expected|| / ||expected||; infinite where there is no such tensor."""
-    by_name = dict(actual)
+def _floors(result: _Result) -> list[float]:
+    """Return, for each input, the norm of a gradient below which its digits are rounding.
+
+    A gradient of ordinary size is ||direction|| * rms(output) / rms(input), for an input of the order of 1 or
+    more (a smaller one, a logarithm for one, says nothing of its own scale). Where terms of that size cancel,
+    what is left over differs by some eps of it between any two right implementations: 20 eps leave room for
+    one eps within LIMIT, and sqrt(eps) for the long sums of a dtype with many digits.
+    """
+    eps = max((torch.finfo(x.dtype).eps for x in (*result.inputs, *result.outputs)), default=0.0)
+    strength = sum(float(_direction(x).float().norm()) * _rms(x) for x in result.outputs)
+    return [max(20 * eps, math.sqrt(eps)) * strength / max(_rms(x), 1.0) for x in result.inputs]
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.float().norm()) / math.sqrt(max(x.numel(), 1))
+
+
+def _distances(expected: _Result, actual: _Result, floors: list[float]) -> dict[str, float]:
+    """Return name -> ||actual - expected|| / ||expected||, of a gradient over its floor at least.
+
+    Infinite where there is no such output or it has another shape; a missing gradient is zero.
+    """
     found = {}
-    for name, old in expected:
-        new = by_name.get(name)
-        if new is None or new.shape != old.shape:
-            found[name] = math.inf
-            continue
-        norm = old.float().norm()
-        distance = (new.float() - old.float()).norm()
-        found[name] = float(distance / norm) if float(norm) else float(distance)
+    for place, old in enumerate(expected.outputs):
+        new = actual.outputs[place] if place < len(actual.outputs) else None
+        found[f"output_{place}" if place else "output"] = _distance(old, new, 0.0)
+    pairs = zip(expected.inputs, expected.gradients, actual.gradients, floors, strict=True)
+    for place, (x, before, after, floor) in enumerate(pairs):
+        if before is not None or after is not None:
+            old, new = (torch.zeros_like(x) if one is None else one for one in (before, after))
+            found[f"d_{place}"] = _distance(old, new, floor)
     return found
+
+
+def _distance(old: Tensor, new: Tensor | None, floor: float) -> float:
+    if new is None or new.shape != old.shape:
+        return math.inf
+    norm, distance = float(old.float().norm()), float((new.float() - old.float()).norm())
+    return distance / (max(norm, floor) or 1.0)
 
 
 def _no_autocast(args: Any, kwargs: Any) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from llamafactory_ascend.kernels.operators import OPERATORS
 
 AUTO, OFF = "auto", "off"
 STOCK = "transformers"  # the name of leaving an operator as it is
+COMPILED = "`torch_compile: true` traces the model, where a back end can be neither probed nor counted"
 HINT = "name another back end, or `auto`, or `off`"
 
 
@@ -24,12 +25,14 @@ class Conditions:
         device_name: what the driver calls it, e.g. "Ascend910B3".
         packed: True where several samples lie in one row and must not influence each other.
         taken: operator -> who else replaces it in this run (the host's own kernels, for one).
+        compiled: the model is compiled, so that it is traced past what tries and counts the calls.
     """
 
     device_type: str
     device_name: str
     packed: bool = False
     taken: Mapping[str, str] | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def select(
     against = _against_all(operator, family, conditions, explicit)
     if against:
         if explicit:
-            raise AscendError(f"`ascend.kernels`: {operator}: {wish}: {against}", "name no back end for it")
+            hint = "set `torch_compile: false`" if against == COMPILED else "name no back end for it"
+            raise AscendError(f"`ascend.kernels`: {operator}: {wish}: {against}", hint)
         return Choice(operator, (), False, against, {})
     usable, refused = [], {}
     for one in known:
@@ -125,6 +129,8 @@ def _against_all(operator: str, family: Family | None, conditions: Conditions, e
     support = family.support(operator)
     if support.level == "unsupported":
         return f"{family.name}: {support.note}"
+    if conditions.compiled:
+        return COMPILED
     return (conditions.taken or {}).get(operator, "")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_ascend import log
+from llamafactory_ascend.launching.torchrun import Signalled
 from llamafactory_ascend.report import document, files, lifecycle
 
 
@@ -24,10 +25,10 @@ def watch(recipe: Any) -> Iterator[None]:
     os.environ[document.RUN_ID] = name = uuid.uuid4().hex[:16]
     try:
         yield
-    except (subprocess.CalledProcessError, KeyboardInterrupt) as error:
+    except (subprocess.CalledProcessError, Signalled, KeyboardInterrupt) as error:
         folder = output_dir(recipe)
         if folder is not None and lifecycle.current() is None:  # else the run is in this process
-            code = error.returncode if isinstance(error, subprocess.CalledProcessError) else None
+            code = exit_code(error)
             try:
                 close(folder, name, code, os.environ)
             except Exception as problem:  # the user must see torchrun's error, not ours
@@ -38,6 +39,13 @@ def watch(recipe: Any) -> Iterator[None]:
             os.environ.pop(document.RUN_ID, None)
         else:
             os.environ[document.RUN_ID] = previous
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Return torchrun's exit code, None where the launcher was interrupted without it."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode
+    return error.torchrun if isinstance(error, Signalled) else None
 
 
 def output_dir(recipe: Any) -> Path | None:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import kernels
@@ -29,7 +31,7 @@ def fresh() -> Iterator[None]:
 
 def forget() -> None:
     for plan in kernels._plans:
-        plan.done.revert()
+        plan.revert()
     kernels._plans.clear()
 
 
@@ -39,7 +41,11 @@ def arguments(device: str = "npu", stage: str = "sft", path: str = "hub/name", *
     return Arguments(
         model=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
         data=SimpleNamespace(**{key: changes.get(key, value) for key, value in data.items()}),
-        training=SimpleNamespace(device=torch.device(device), do_train=changes.get("do_train", True)),
+        training=SimpleNamespace(
+            device=torch.device(device),
+            do_train=changes.get("do_train", True),
+            torch_compile=changes.get("torch_compile", False),
+        ),
         finetuning=SimpleNamespace(stage=stage),
         generating=None,
     )
@@ -98,6 +104,57 @@ def test_other_replacements_are_respected() -> None:
     forget()
     with pytest.raises(AscendError, match="use_v1_kernels"):
         prepare({"rope": "torch_npu"}, use_v1_kernels=True)
+
+
+@needs_npu
+def test_a_compiled_model_is_left_alone() -> None:
+    """Traced, it would pass what probes and counts: `auto` says so, a named back end is an error."""
+    now = prepare("auto", torch_compile=True)
+    decision = now.decisions["kernels"]
+    assert decision.choice == "left as they are" and "`torch_compile: true`" in decision.reason
+    model = tiny.build("qwen3_5_text")
+    kernels.ascend_after_model(now, model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert now.findings == []
+    forget()
+    with pytest.raises(AscendError, match=r"rope: torch_npu: `torch_compile: true`") as caught:
+        prepare({"rope": "torch_npu"}, torch_compile=True)
+    assert caught.value.hint == "set `torch_compile: false`"
+    forget()
+    with pytest.raises(AscendError, match=r"from one packed sample into the next .*torch_compile"):
+        prepare("auto", torch_compile=True, neat_packing=True)
+
+
+def adapted() -> Any:
+    """A hybrid with LoRA on its convolutions, of whose 128 channels PEFT wants the rank to be a multiple."""
+    config = LoraConfig(r=128, target_modules=["conv1d"])
+    return get_peft_model(tiny.build("qwen3_5_text"), config)
+
+
+def test_an_adapter_on_the_convolution() -> None:
+    """`auto` leaves the operator as it is and says why; a named back end is an error with the reason."""
+    now = prepare({"gated_delta_rule": "pytorch"}, device="cpu")
+    (current,) = kernels._plans
+    chosen = tiny.choose(tiny.family("qwen3_5"), RULE)
+    auto = replace(chosen["causal_conv1d"], explicit=False)
+    current.choices = {**current.choices, "causal_conv1d": auto}
+    kernels.ascend_after_model(now, adapted())
+    (finding,) = now.findings
+    assert finding.level == "warning" and "its conv1d is a peft.tuners.lora.layer.Conv1d" in finding.message
+    forget()
+    now = prepare(RULE, device="cpu")
+    with pytest.raises(AscendError, match=r"causal_conv1d: its conv1d is a peft"):
+        kernels.ascend_after_model(now, adapted())
+
+
+@needs_npu
+def test_an_adapter_on_the_convolution_with_packing() -> None:
+    """What is left cannot keep samples apart."""
+    now = prepare("auto", "qwen3_5_text", neat_packing=True)
+    with pytest.raises(
+        AscendError, match=r"causal_conv1d of .* cannot keep packed samples apart: its conv1d"
+    ):
+        kernels.ascend_after_model(now, adapted())
 
 
 @needs_npu

@@ -95,3 +95,39 @@ def test_a_damaged_adapter_is_not_resumed_from(
     shutil.rmtree(good)
     run.arguments = arguments(str(folder), fsdp=["full_shard"])
     assert resuming.ascend_trainer_callbacks(run, trainer) == []  # it has files of its own
+
+
+def checkpoint_of_oft(folder: Path, **config: Any) -> Any:
+    """Save a model with an OFT adapter as a checkpoint, and return it."""
+    from peft import OFTConfig, get_peft_model
+
+    checkpoints(folder, 1)
+    settings = {"oft_block_size": 4, "target_modules": ["0"], "use_cayley_neumann": False}
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), OFTConfig(**settings, **config))
+    model.save_pretrained(folder / "checkpoint-1")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_cayley_neumann", True), ("num_cayley_neumann_terms", 7), ("coft", True), ("block_share", True)],
+)
+def test_weights_are_not_resumed_as_other_rotations(tmp_path: Path, key: str, value: Any) -> None:
+    """The Trainer loads a checkpoint's weights and leaves the configuration that the recipe made."""
+    model = checkpoint_of_oft(tmp_path)
+    folder = tmp_path / "checkpoint-1"
+    run, trainer = Run(arguments=arguments(str(folder))), SimpleNamespace(model=model)
+    run.arguments.finetuning.finetuning_type = "oft"
+    assert resuming.ascend_trainer_callbacks(run, trainer) == []
+    before = getattr(model.active_peft_config, key)
+    setattr(model.active_peft_config, key, value)
+    with pytest.raises(AscendError, match=f"was trained with `{key}: {before}`, this run has `{value}`"):
+        resuming.ascend_trainer_callbacks(run, trainer)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    checkpoint_of_oft(tmp_path)
+    folder = tmp_path / "checkpoint-1"
+    (finding,) = resuming.ascend_preflight(Run(), arguments(str(folder)))
+    assert finding.level == "error"
+    assert finding.message.startswith(f"{folder} holds an OFT adapter, but `finetuning_type` is lora; ")

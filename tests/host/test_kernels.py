@@ -15,14 +15,15 @@ from llamafactory_ascend.host import kernels as host
 from llamafactory_ascend.kernels.forms import FORMS
 from llamafactory_ascend.kernels.gated_delta_rule import chunk_gated_delta_rule
 from llamafactory_ascend.settings import read
-from tests.features.test_kernels import RULE, forget, prepare
+from tests.features.test_kernels import RULE, arguments, forget, prepare
 from tests.kernels import tiny
 from tests.kernels.reference import error, make_case
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[run_module.Run]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[run_module.Run]:
     now = run_module.current()
+    monkeypatch.setattr(now, "arguments", arguments("cpu"))
     now.decisions.clear()
     now.findings.clear()
     yield now
@@ -80,6 +81,20 @@ def test_its_patch_is_passed_by(fresh: run_module.Run) -> None:
 
     host.patch_qwen3_5_forward_npu(broken, tiny.build("qwen3_5_text"))
     assert fresh.decisions["kernels.host_patch"].choice == "not applied"
+
+
+@pytest.mark.parametrize("command", ["evaluation", "chat"])
+def test_outside_training_nothing_is_said(
+    fresh: run_module.Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The plugin replaces nothing there; the host's patch does what it does in stock."""
+    monkeypatch.setattr(
+        fresh, "arguments", arguments("cpu", do_train=False) if command == "evaluation" else None
+    )
+    model = tiny.build("qwen3_5_text")
+    host.patch_qwen3_5_forward_npu(reaches(2), model)
+    assert len([one for one in model.modules() if getattr(one, "chunk_gated_delta_rule", None) is port]) == 2
+    assert fresh.decisions == {} and fresh.findings == []
 
 
 def test_its_port_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,25 @@
 """Before the launcher starts anything: settings are checked, the environment is filled."""
 
+import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from llamafactory_ascend import run
 from llamafactory_ascend.features import environment
 from llamafactory_ascend.host import launching
-from tests.running import Train
+from llamafactory_ascend.launching import lock, processes, torchrun
+from llamafactory_ascend.report import files
+from tests.running import BIN, Result, Train
+from tests.running import environment as environment_of
 
 
 def test_mistake_stops_before_torchrun(train: Train) -> None:
@@ -64,7 +74,217 @@ def test_other_commands_pass_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_allocator_default_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.ascend_environment("train") == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert environment.ascend_environment("train")["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("sim_npu")])
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert environment.ascend_environment("train") == {}
+
+
+WORDS = ["my recipe.yaml", "output_dir=/a b/c", "run_name=one two"]
+
+
+@pytest.fixture
+def host_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[str]]:
+    """``host_command(ours)``: what the host's launcher starts for WORDS on two cards, with or without us."""
+    from llamafactory import launcher
+
+    function = getattr(launcher.launch, "__wrapped__", launcher.launch)
+
+    def command(ours: bool) -> list[str]:
+        found: list[list[str]] = []
+
+        def run(words: list[str], *_: Any, **__: Any) -> Any:
+            found.append(list(words))
+            return subprocess.CompletedProcess(words, 0)
+
+        def ours_run(words: list[str], *_: Any) -> int:
+            found.append(list(words))
+            return 0
+
+        monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", *WORDS])
+        monkeypatch.setenv("FORCE_TORCHRUN", "1")
+        monkeypatch.setenv("NPROC_PER_NODE", "2")
+        monkeypatch.setenv("MASTER_PORT", "29999")
+        if ours:
+            monkeypatch.setattr(torchrun, "run", ours_run)
+            with launching.torchrun_beside_python(launcher), pytest.raises(SystemExit):
+                function()
+        else:
+            monkeypatch.setattr(subprocess, "run", run)
+            with pytest.raises(SystemExit):
+                function()
+        monkeypatch.undo()
+        return found[0]
+
+    return command
+
+
+def test_words_with_blanks_reach_the_ranks_whole(host_command: Callable[[bool], list[str]]) -> None:
+    stock, ours = host_command(False), host_command(True)
+    assert stock[0] == "torchrun" and "my recipe.yaml" not in stock  # any on PATH, and half a path
+    assert ours[:4] == [sys.executable, "-P", "-m", "torch.distributed.run"]
+    assert ours[-3:] == WORDS and ours[-4] == stock[-7]
+    assert ours[4:-4] == stock[1:-7] and "--nproc_per_node" in ours
+
+
+def test_what_is_not_the_hosts_torchrun_is_run_as_it_is() -> None:
+    assert torchrun.words(["torchrun", "--x", "1", "a.py", "b"], "a.py", ["b"]) == [
+        sys.executable, *torchrun.MODULE, "--x", "1", "a.py", "b",
+    ]  # fmt: skip
+    assert torchrun.words(["deepspeed", "a.py", "b"], "a.py", ["b"]) is None
+    assert torchrun.words(["torchrun", "a.py", "c"], "a.py", ["b"]) is None
+    seen = launching.Subprocess("a.py")
+    assert seen.run(["true"], check=True).returncode == 0 and seen.PIPE is subprocess.PIPE
+
+
+def test_the_module_that_is_started_as_torchrun_exists() -> None:
+    words = [sys.executable, *torchrun.MODULE, "--help"]
+    assert b"--nproc-per-node" in subprocess.run(words, capture_output=True, check=True).stdout
+
+
+def test_stock_does_not_find_torchrun_beside_its_python(train: Train) -> None:
+    result = train(ranks=2, plugin=False, npu=False, env={"PATH": "/usr/bin:/bin"})
+    assert result.code == 1 and "No such file or directory: 'torchrun'" in result.text
+
+
+class Started:
+    """A run that goes on until it is told to stop."""
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], ranks: int, command: list[str]) -> None:
+        self.output = Path(recipe["output_dir"])
+        self.path = folder / f"{self.output.name} long.yaml"
+        self.path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        self.ranks, self.log = ranks, folder / f"{self.output.name}.log"
+        self.process = self.start(command)
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*command, str(self.path)],
+                env={**environment_of(self.ranks), "PATH": "/usr/bin:/bin"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 200
+        while files.read(self.output / files.NAME).get("last_step", 0) < step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def pids(self) -> list[int]:
+        """Return the processes of the run that live, by its recipe's name."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and processes.born(int(entry.name)) is not None:
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if str(self.path).encode() in words:
+                    found.append(int(entry.name))
+        return found
+
+
+@pytest.fixture
+def start(train: Train, tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    if train.simulator_missing:
+        pytest.skip(train.simulator_missing)
+    started: list[Started] = []
+
+    def begin(command: list[str]) -> Started:
+        started.append(Started(tmp_path, train.recipe(max_steps=5000), 2, command))
+        return started[-1]
+
+    yield begin
+    for run_ in started:
+        for pid in run_.pids():
+            processes.send(pid, signal.SIGKILL)
+
+
+def test_sigterm_to_the_launcher_stops_all_ranks_with_a_checkpoint(start: Callable[..., Started]) -> None:
+    """Stock's launcher dies alone, and torchrun trains on without it. No PATH, and a blank in the recipe."""
+    long = start([str(BIN / "llamafactory-cli"), "train"])
+    long.wait_for_step(2)
+    said = subprocess.run(
+        [str(BIN / "llamafactory-cli"), "train", str(long.path)],
+        env=environment_of(2),
+        capture_output=True,
+        text=True,
+    )
+    owner = json.loads((long.output / lock.NAME).read_text())
+    assert said.returncode == 2 and "Initializing" not in said.stdout
+    assert owner["pid"] == long.process.pid
+    assert f"host {owner['host']}, pid {owner['pid']}, started {owner['started']}" in said.stderr
+    long.process.send_signal(signal.SIGTERM)
+    assert long.process.wait(100) == 143
+    assert long.pids() == []
+    (checkpoint,) = long.output.glob("checkpoint-*")
+    step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    report = files.read(long.output / files.NAME)
+    assert (report["state"], report["last_step"], report["ended_ranks"]) == ("failed", step, [0, 1])
+    assert (report["launcher"]["exit_code"], report["launcher"]["unfinished_ranks"]) == (1, [])
+    assert f"Stopped: SIGTERM: stopped after step {step}; {checkpoint} is saved" in report["explanation"]
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+    assert not (long.output / "adapter_model.safetensors").exists()  # no product of a run that is not done
+    assert not (long.output / lock.NAME).exists()
+
+
+def test_plain_torchrun_has_the_lock_and_stops_when_one_rank_is_told(start: Callable[..., Started]) -> None:
+    from llamafactory import launcher
+
+    assert launcher.__file__ is not None
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    words = [sys.executable, *torchrun.MODULE, *options, launcher.__file__]
+    long = start(words)
+    long.wait_for_step(2)
+    owner = json.loads((long.output / lock.NAME).read_text())
+    ranks = sorted(processes.children(long.process.pid))
+    assert owner["pid"] in ranks
+    os.kill(next(rank for rank in ranks if rank != owner["pid"]), signal.SIGTERM)  # rank 1
+    assert long.process.wait(100) == 1 and long.pids() == []
+    (checkpoint,) = long.output.glob("checkpoint-*")
+    report = files.read(long.output / files.NAME)
+    assert checkpoint.name == f"checkpoint-{report['last_step']}"
+    assert sorted(failure["rank"] for failure in report["failures"]) == [0, 1]
+    assert {failure["type"] for failure in report["failures"]} == {"Stopped"}
+    assert not (long.output / lock.NAME).exists()
+
+
+def test_two_nodes_share_an_output_dir(train: Train, tmp_path: Path) -> None:
+    """Two launchers over loopback, a simulated device each: FSDP2, one adapter, one report."""
+    if train.simulator_missing:
+        pytest.skip(train.simulator_missing)
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}
+    recipe = train.recipe(max_steps=2, fsdp="full_shard auto_wrap", fsdp_config=config)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    shared = {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    nodes = [
+        subprocess.Popen(
+            [str(BIN / "llamafactory-cli"), "train", str(path)],
+            env={**environment_of(), **shared, "NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
+    said = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    output = Path(recipe["output_dir"])
+    report = Result(0, "", output, []).report
+    assert (report["state"], report["world_size"]) == ("completed", 2)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["ranks"][0]["sharding"]["version"] == 2 and report["ranks"][0]["adapter"]["ok"]
+    assert len(report["run"].partition(".")[0].split("+")) == 2
+    assert not (output / lock.NAME).exists()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

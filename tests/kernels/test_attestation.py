@@ -1,5 +1,7 @@
 """Counting: forward and recomputation apart, gradient accumulation, what was bypassed, and no trace."""
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -68,6 +70,17 @@ def test_a_layer_that_never_ran(hybrid: Any) -> None:
     counts = count(model, done)["gated_delta_rule"]
     assert counts["idle"] == ["model.layers.2.linear_attn"]
     assert judge(counts) == ["1 of 3 modules were never called, e.g. model.layers.2.linear_attn"]
+
+
+def test_a_layer_that_another_has_replaced(hybrid: Any) -> None:
+    """What was substituted is gone from the model, and what stands there runs without the kernel."""
+    model, done = hybrid
+    layer = model.model.layers[1].linear_attn
+    model.model.layers[1].linear_attn = copy.deepcopy(layer)
+    del layer
+    gc.collect()
+    counts = count(model, done)["gated_delta_rule"]
+    assert (counts["modules"], counts["called"], counts["idle"]) == (3, 2, ["model.layers.1.linear_attn"])
 
 
 def test_an_idle_tower_is_no_problem() -> None:

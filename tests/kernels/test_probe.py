@@ -131,3 +131,50 @@ def test_no_trace_under_a_checkpoint() -> None:
 
 def test_direction_depends_on_nothing() -> None:
     assert torch.equal(probe._direction(X), probe._direction(2 * X))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_cancels(dtype: torch.dtype) -> None:
+    """What is left of a gradient of zero is rounding, another in each implementation; a wrong one shows."""
+    shift = torch.linspace(0.1, 1.0, 16)
+
+    def growing(x: Tensor, s: Tensor) -> Tensor:
+        return x * (1.1 * s).exp() * (-1.1 * s).exp()
+
+    def even(x: Tensor, s: Tensor) -> Tensor:
+        return x * (0.7 * s).exp() * (-0.7 * s).exp()
+
+    def wrong(x: Tensor, s: Tensor) -> Tensor:
+        return growing(x, s) + 0.03 * x * (s - s.detach())
+
+    inputs = (X.to(dtype), shift.to(dtype))
+    left = [
+        torch.autograd.grad(f(inputs[0], s), s, probe._direction(X).to(dtype))[0]
+        for f in (growing, even)
+        for s in [inputs[1].clone().requires_grad_()]
+    ]
+    assert (left[0] - left[1]).norm() > 0.5 * left[0].norm() > 0  # nothing in common
+    found = compare(growing, even, inputs, {})
+    assert found.passed and found.errors["d_1"] < probe.LIMIT, found
+    caught = compare(growing, wrong, inputs, {})
+    assert caught.errors["output"] < 0.01 and caught.errors["d_1"] > probe.LIMIT, caught
+
+
+def test_a_small_gradient_that_is_none_of_rounding() -> None:
+    """A thousandth of what is usual is still compared in float32: the floor is far below."""
+
+    def faint(x: Tensor, s: Tensor) -> Tensor:
+        return x * (1 + 0.001 * s)
+
+    found = compare(faint, lambda x, s: x * (1 + 0.001 * s.detach()) + 0 * s, (X, torch.ones(16)), {})
+    assert found.errors["d_1"] > 0.5 and found.errors["output"] < 1e-6
+
+
+def test_a_gradient_where_there_is_none() -> None:
+    """The old code does not depend on an input; new code that says it does is wrong, as is the reverse."""
+    other = torch.ones(16)
+    found = compare(lambda x, s: old(x), lambda x, s: old(x) + 0.1 * (s - s.detach()), (X, other), {})
+    assert found.errors["d_1"] > 0.05
+    found = compare(lambda x, s: old(x) + 0.1 * (s - s.detach()), lambda x, s: old(x), (X, other), {})
+    assert found.errors["d_1"] > 0.05 and math.isfinite(found.worst)
+    assert compare(lambda x, s: old(x), lambda x, s: old(x), (X, other), {}).passed

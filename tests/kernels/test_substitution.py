@@ -9,7 +9,8 @@ from torch import Tensor
 
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.kernels.backends import Backend
-from llamafactory_ascend.kernels.substitution import Substitutions, Switch
+from llamafactory_ascend.kernels.substitution import Substitutions
+from llamafactory_ascend.kernels.switch import Switch
 from tests.kernels import tiny
 from tests.kernels.reference import error
 

@@ -1,9 +1,12 @@
 """Training through the stock command with `kernels: auto`, on simulated NPUs."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fake_host import write_plugin
 from tests.running import Result, Train
 
 AUTO = {"kernels": "auto"}
@@ -92,6 +95,71 @@ def test_two_ranks(train: Train, sharding: dict[str, Any]) -> None:
     assert result.report["patch_differences"] == []
 
 
+RANKS = """
+import os
+
+from llamafactory_ascend import hookimpl
+from llamafactory_ascend.kernels import references
+from llamafactory_ascend.kernels.backends import Backend
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def fails_on_one_rank(gate, up):
+    if RANK == 1:
+        raise RuntimeError("ub overflow")
+    return references.swiglu(gate, up)
+
+
+@hookimpl
+def ascend_kernels():
+    return [Backend("theirs", "swiglu", f"{__name__}:fails_on_one_rank")]
+"""
+
+
+def test_what_one_rank_gives_up(train: Train, tmp_path: Path) -> None:
+    """In an evaluation before the first step: both go on with the next back end, probed and counted."""
+    folder = write_plugin(tmp_path / "plugin", "ranks", RANKS)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    evaluation = {"val_size": 2, "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 9}
+    result = train(ranks=2, env={"PYTHONPATH": path}, max_steps=1, **evaluation)
+    for rank, entry in enumerate(result.report["ranks"]):
+        (switch,) = [one for one in entry["kernels"]["switches"] if one["operator"] == "swiglu"]
+        assert switch["backend"] == "torch_npu" and max(switch["probe"]["errors"].values()) < 1e-5
+        reason = "its first use failed: RuntimeError: ub overflow"
+        assert switch["given_up"] == {"theirs": reason if rank == 1 else f"on rank 1 {reason}"}
+        found = attested(result, rank)["swiglu"]
+        assert (found["backends"], found["called"]) == (["torch_npu"], 4)
+
+
+OTHER_DIGITS = """
+from llamafactory_ascend import hookimpl
+from llamafactory_ascend.kernels import references
+from llamafactory_ascend.kernels.backends import Backend
+
+
+def close(gate, up):
+    return references.swiglu(gate, up) * 1.001
+
+
+@hookimpl
+def ascend_kernels():
+    return [Backend("close", "swiglu", f"{__name__}:close")]
+"""
+
+
+def test_a_reference_model(train: Train, tmp_path: Path) -> None:
+    """DPO of the whole model: equal to the reference before the first step, because both have the kernel."""
+    folder = write_plugin(tmp_path / "plugin", "digits", OTHER_DIGITS)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    recipe = {"stage": "dpo", "dataset": "tiny_dpo", "finetuning_type": "full", "max_steps": 2}
+    result = train(ascend=AUTO, env={"PYTHONPATH": path}, **recipe)
+    counts = attested(result)["swiglu"]
+    assert (counts["backends"], counts["modules"], counts["calls"]) == (["close"], 4, 4)
+    rewards = [[entry[f"rewards/{side}"] for side in ("chosen", "rejected")] for entry in result.history]
+    assert rewards[0] == [0.0, 0.0] and 0.0 not in rewards[1]
+
+
 def test_packed(train: Train) -> None:
     """The host's own packing with images, on the default attention."""
     result = train(
@@ -105,6 +173,10 @@ def test_packed(train: Train) -> None:
     counts = attested(result)
     assert result.report["ranks"][0]["kernels"]["packed"] is True
     assert counts["gated_delta_rule"]["called"] == counts["causal_conv1d"]["called"] == 3
+    switches = result.report["ranks"][0]["kernels"]["switches"]
+    packed = {one["operator"]: one["probe"]["errors"].get("packed output") for one in switches}
+    for operator, error in packed.items():
+        assert (error is not None and error < 1e-5) is (operator in ("gated_delta_rule", "causal_conv1d"))
 
 
 def test_a_named_kernel_that_cannot_be_used(train: Train) -> None:

@@ -79,7 +79,7 @@ def test_an_interrupted_run_keeps_its_exit_code(start: Start, tmp_path: Path) ->
     process, output = start(signal.SIGINT, tmp_path / "out")
     report = files.read(output / files.NAME)
     assert process.returncode == -signal.SIGINT  # 130 in a shell, as without the plugin
-    assert (report["state"], report["last_step"]) == ("failed", 3)
+    assert (report["state"], report["last_step"]) == ("failed", 4)  # the step it was in, which is saved
     assert report["failures"][0]["type"] == "KeyboardInterrupt"
 
 

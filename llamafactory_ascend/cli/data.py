@@ -1,0 +1,29 @@
+"""``llamafactory-ascend data``: the data sets a recipe names."""
+
+import typer
+
+from llamafactory_ascend.cli import data_check, data_edit, data_ls, data_make
+
+EPILOG = """
+Examples:
+
+  llamafactory-ascend data check my_set --dataset-dir data
+
+  llamafactory-ascend data ls --dataset-dir data
+
+  llamafactory-ascend data make product_attributes data/product_attributes
+
+Exit codes: each command's --help says what they mean.
+"""
+
+app = typer.Typer(help="Look after the data sets that recipes name.", no_args_is_help=True, epilog=EPILOG)
+app.command("make", epilog=data_make.EPILOG)(data_make.make)
+app.command("check", epilog=data_check.EPILOG)(data_check.check)
+app.command("ls", epilog=data_ls.EPILOG)(data_ls.ls)
+app.command("add", epilog=data_edit.ADD_EPILOG)(data_edit.add)
+app.command("remove", epilog=data_edit.REMOVE_EPILOG)(data_edit.remove)
+
+
+@app.callback()
+def data() -> None:
+    """Look after the data sets that recipes name."""

@@ -1,0 +1,101 @@
+"""torchrun as the host's launcher starts it: beside the running Python, with words that may hold blanks.
+
+It is stopped through its ranks. torchrun itself gives them 30 s before it kills them, which is no time to
+save a large model in, and dies without them when only its parent is told to stop.
+"""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamafactory_ascend.launching import processes, signals
+
+# -P: a folder `torch` or a file `random.py` where the user stands must not be imported
+MODULE = ("-P", "-m", "torch.distributed.run")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LEFT = 1.0  # seconds between two looks whether the ranks that were told to stop have done so
+
+
+class Signalled(SystemExit):
+    """The launcher was told to stop by a signal, and its ranks have ended.
+
+    Attributes:
+        torchrun: torchrun's exit code.
+    """
+
+    def __init__(self, signum: int, torchrun: int) -> None:
+        super().__init__(128 + signum)
+        self.torchrun = torchrun
+
+
+def words(command: Sequence[str], script: str, arguments: Sequence[str]) -> list[str] | None:
+    """Return the command that the host meant, None where it is not what the host was known to run.
+
+    Args:
+        command: what it would run: ``torchrun``, options, script and arguments, split on blanks.
+        script, arguments: the same two as they are.
+    """
+    split = f"{script} {' '.join(arguments)}".split()
+    head = list(command[: len(command) - len(split)])
+    if not head or head[0] != "torchrun" or list(command[len(head) :]) != split:
+        return None
+    return [sys.executable, *MODULE, *head[1:], script, *arguments]
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None, held: Sequence[int] = ()) -> int:
+    """Run torchrun to its end and return its exit code; a signal to this process stops its ranks first.
+
+    It gets a session of its own, so that Ctrl-C and the end of a terminal reach this process alone.
+
+    Args:
+        held: file descriptors that torchrun holds open too: the lock of output_dir outlives this process.
+
+    Raises:
+        Signalled: a signal has ended it.
+    """
+    received: list[int] = []
+    told: list[tuple[int, int | None]] = []  # rank's process, when it was started
+    process: Any = None
+
+    def heard(signum: int) -> None:
+        received.append(signum)
+        if process is None:
+            return  # looked at as soon as there is something to stop
+        name = signal.Signals(signum).name
+        if len(received) == 1:
+            told.extend((rank, processes.born(rank)) for rank in processes.children(process.pid))
+            signals.say(f"{name}: the ranks save at the end of this step, then they stop")
+            pass_on(signum)
+        elif signum == signal.SIGINT and received.count(signum) == 2:
+            signals.say(f"a second {name}: stopping at once")
+            process.send_signal(signal.SIGINT)
+        elif signum == signal.SIGINT:
+            for pid in [*processes.children(process.pid), process.pid]:
+                processes.send(pid, signal.SIGKILL)
+
+    def pass_on(signum: int) -> None:
+        asked = signal.SIGTERM if signum == signal.SIGHUP else signum
+        for rank, _ in told:
+            processes.send(rank, asked)
+        if not told:
+            process.send_signal(signal.SIGTERM)
+
+    def restarted() -> bool:
+        return any((rank, processes.born(rank)) not in told for rank in processes.children(process.pid))
+
+    with signals.handled(heard, *SIGNALS):
+        process = subprocess.Popen(list(command), env=env, start_new_session=True, pass_fds=tuple(held))
+        if received:
+            pass_on(received[0])
+        while True:
+            try:
+                code = process.wait(LEFT)
+                break
+            except subprocess.TimeoutExpired:
+                if received and restarted():
+                    process.send_signal(signal.SIGTERM)  # MAX_RESTARTS has brought up others
+    if received:
+        raise Signalled(received[0], code)
+    return int(code)
