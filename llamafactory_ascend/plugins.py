@@ -41,6 +41,7 @@ BUILT_IN = (
     "llamafactory_ascend.features.nan_guard",
     "llamafactory_ascend.features.oft_arguments",
     "llamafactory_ascend.features.kernels",
+    "llamafactory_ascend.features.loss",
     "llamafactory_ascend.features.targets",
     "llamafactory_ascend.features.checkpointing",
     "llamafactory_ascend.features.oft",

@@ -31,8 +31,8 @@ class Oft(BaseModel):
     any_version: bool = Field(
         default=False,
         description=(
-            "Load an OFT adapter although its adapter_config.json is of another PEFT version or does not say how "
-            "it rotates; without it that is refused, because the same weights then compute something else."
+            "Load an OFT adapter although its adapter_config.json is of another PEFT version or does not say "
+            "how it rotates; otherwise that is refused, because the same weights compute something else then."
         ),
     )
 
@@ -121,12 +121,19 @@ class Settings(BaseModel):
         ),
     )
     data: Data = Field(default_factory=Data, description="Checks of the data sets; see docs/data.md.")
+    loss: Literal["auto", "chunked", "off"] = Field(
+        default="auto",
+        description=(
+            "`chunked`: compute the loss over the supervised positions alone, chunk by chunk, so that the "
+            "logits of all positions never exist; `auto`: do so on an NPU, unless `kernels: off`; `off`: never."
+        ),
+    )
     plugins: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Settings of third-party plugins, by plugin name; passed to them as they are.",
     )
 
-    @field_validator("checkpointing", mode="before")
+    @field_validator("checkpointing", "loss", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML 1.1 and OmegaConf read a bare `off` as False

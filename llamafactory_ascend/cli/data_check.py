@@ -3,7 +3,7 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -159,7 +159,7 @@ def _counting(request: "Request", entry: "Entry", encoder: "Encoder | None") -> 
     return replace(request, count=TokenCounter(entry, encoder, request.stage))
 
 
-def _finish(sets: "list[SetCheck]", general: "list[Problem]", as_json: bool) -> Any:
+def _finish(sets: "list[SetCheck]", general: "list[Problem]", as_json: bool) -> NoReturn:
     from llamafactory_ascend.checks.data.check import exit_code
 
     code = exit_code([*general, *(problem for one in sets for problem in one.problems)])

@@ -22,7 +22,7 @@ Examples:
 
   llamafactory-ascend data add extra/dataset_info.json --dataset-dir data
 
-Exit codes: 0 added, or there already; 2 nothing was written: no such fragment, or something else has its name.
+Exit codes: 0 added, or there already; 2 nothing was written: no such fragment, or its name is taken.
 """
 REMOVE_EPILOG = """
 Examples:

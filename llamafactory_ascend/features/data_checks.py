@@ -78,7 +78,7 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
         return findings
     verdicts, leaks = _look(run, arguments, entries)
     for verdict in verdicts:
-        how = "all rows" if verdict.complete else "the rows up to the first errors or the time bound"
+        how = "all rows" if verdict.complete else "what could be read before the time bound"
         reason = f"{how}, {verdict.seconds:.1f} s of at most {run.settings.data.seconds:g} s for all sets"
         run.decide(f"data.{verdict.name}.checked", f"{verdict.rows} rows", reason)
         findings += [_finding(verdict.name, problem) for problem in verdict.problems]

@@ -76,6 +76,7 @@ def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCal
 def ascend_saved(run: "Run", trainer: "Trainer") -> None:
     """Stop for a signal that came while the last model was saved; from here on one stops at once."""
     signum, _ = agree(signals.requests.signum, False, trainer.args.device)
+    signals.requests.signum = signum
     if signum:
         where = trainer.args.output_dir
         name = signal.Signals(signum).name

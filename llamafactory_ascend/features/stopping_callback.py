@@ -43,7 +43,8 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         """Have the step saved if that is asked for or due; True where the training stops after it."""
         clock = self.clock
         due = clock is not None and args.process_index == 0 and clock.is_due(state.global_step)
-        self.signum, due = agree(self.signum or signals.requests.signum, due, args.device)
+        self.signum, due = agree(signals.requests.signum, due, args.device)
+        signals.requests.signum = self.signum  # what others have heard counts here too
         if due and clock is not None:
             clock.save(control, state.global_step)
         if self.signum:

@@ -16,6 +16,7 @@ def ascend_patches() -> list[Patch]:
         evaluation,
         kernels,
         launching,
+        loss,
         model,
         platform,
         sharding,
@@ -24,7 +25,7 @@ def ascend_patches() -> list[Patch]:
     )
 
     early = (launching, arguments, adapters, model, kernels, checkpointing)
-    modules = (*early, collator, data, evaluation, platform, sharding, targets, trainer)
+    modules = (*early, collator, data, evaluation, loss, platform, sharding, targets, trainer)
     return [patch for module in modules for patch in module.PATCHES]
 
 

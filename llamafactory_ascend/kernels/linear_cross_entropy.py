@@ -34,7 +34,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, rows, labels[rows], dtype)
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, rows, labels[rows], dtype
+        )
     return loss
 
 

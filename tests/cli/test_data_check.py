@@ -57,7 +57,8 @@ FOUND = [
         2,
         [
             "found roles `human` and `gpt`, expected `user` and `assistant`",
-            '"tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}',
+            '"tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human", '
+            '"assistant_tag": "gpt"}',
         ],
     ),
     ("partial_columns", 2, ["`columns` names no `messages`"]),
@@ -89,33 +90,34 @@ TOKENS = [
         "long_answer",
         64,
         [],
-        "cutoff_len 64 cuts off 99 % of the tokens of all answers (5,398 of 5,477), end tokens with them: rows 0, 1 "
-        "and 2: the answer loses its end",
+        "cutoff_len 64 cuts off 99 % of the tokens of all answers (5,398 of 5,477), end tokens with them: "
+        "rows 0, 1 and 2: the answer loses its end",
         "`cutoff_len: 12631` keeps 95 % of the rows whole, `12631` all",
     ),
     (
         "long_answer",
         512,
         [],
-        "cutoff_len 512 cuts off 95 % of the tokens of all answers (5,192 of 5,477), end tokens with them: row 0: "
-        "the answer loses its end",
+        "cutoff_len 512 cuts off 95 % of the tokens of all answers (5,192 of 5,477), end tokens with them: "
+        "row 0: the answer loses its end",
         "`cutoff_len: 12631` keeps 95 % of the rows whole, `12631` all",
     ),
     (
         "long_first_turn",
         512,
         [],
-        "cutoff_len 512 cuts off 17 % of the tokens of all answers (17 of 100), end tokens with them: row 0: turn 2 "
-        "of 2 vanishes",
-        "`cutoff_len: 6371` keeps 95 % of the rows whole, `6371` all; `mask_history: true` keeps the last turn, and "
-        "trains on it alone",
+        "cutoff_len 512 cuts off 17 % of the tokens of all answers (17 of 100), end tokens with them: "
+        "row 0: turn 2 of 2 vanishes",
+        "`cutoff_len: 6371` keeps 95 % of the rows whole, `6371` all; `mask_history: true` keeps the last "
+        "turn, and trains on it alone",
     ),
     ("long_first_turn", 512, ["--mask-history"], None, None),
     (
         "short_corpus",
         2048,
         ["--stage", "pt"],
-        "44 tokens in 2 rows are less than one block of cutoff_len 2048: packing drops the tail, which is everything",
+        "44 tokens in 2 rows are less than one block of cutoff_len 2048: packing drops the tail, "
+        "which is everything",
         "`cutoff_len: 32` works, and `packing: false` does; better, add texts",
     ),
 ]
@@ -125,7 +127,7 @@ TOKENS = [
 def test_case_in_tokens(
     assets: Path, name: str, cutoff_len: int, words: list[str], message: str | None, following: str | None
 ) -> None:
-    """The share that is cut, the rows, and the `cutoff_len` that keeps them; counted with the host's template."""
+    """The share that is cut, the rows, the `cutoff_len` that keeps them; with the host's own template."""
     tokenizer = ["--model", str(assets / "qwen3"), "--template", "qwen3_nothink"]
     result = check(name, *tokenizer, "--cutoff-len", str(cutoff_len), *words, "--json")
     problems = json.loads(result.stdout)["sets"][0]["problems"]
@@ -134,6 +136,15 @@ def test_case_in_tokens(
     if name == "long_answer":
         fitting = ["--cutoff-len", re.findall(r"\d+", following or "")[0]]
         assert check(name, *tokenizer, *fitting).exit_code == 0, "the length that it names is enough"
+
+
+def test_row_that_the_host_cannot_encode_is_named(assets: Path) -> None:
+    """A template for text alone, and rows with pictures: a training would stop at the first of them."""
+    tokenizer = ["--model", str(assets / "qwen3"), "--template", "qwen3_nothink"]
+    result = check("tiny_mm", *tokenizer, folder=assets / "data")
+    assert result.exit_code == 2
+    assert "rows 0, 1, 2, 3, 4 and 11 more: no tokens can be made of it: ValueError: " in result.stdout
+    assert "does not support image input" in result.stdout
 
 
 def test_short_corpus_is_seen_without_a_tokenizer() -> None:

@@ -1,4 +1,4 @@
-"""Data sets before a run: refused by name or by their rows, beside what stock says hundreds of lines later."""
+"""Data sets before a run: refused by name or by their rows, beside what stock says."""
 
 import json
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ def test_what_was_looked_at_is_decided_and_said() -> None:
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(AscendError, match="there is no data set `goood`: did you mean `good`?"):
+    with pytest.raises(AscendError, match=r"there is no data set `goood`: did you mean `good`\?"):
         judge("good,goood")
 
 
@@ -104,14 +104,17 @@ def test_thresholds_come_from_the_settings() -> None:
 
 
 def test_time_bound(tmp_path: Path) -> None:
-    """Reading stops a few rows after the time is over; what was not read is not claimed to be good."""
+    """Reading stops a few rows after the time is over; what was not read is neither good nor missing."""
     row = json.dumps({"instruction": "q", "input": "", "output": "a"})
-    (tmp_path / "x.jsonl").write_text(f"{row}\n" * 50_000)
-    (tmp_path / "dataset_info.json").write_text('{"x": {"file_name": "x.jsonl"}}')
+    last = json.dumps({"instruction": "q", "input": "", "output": "a", "system": "s"})
+    (tmp_path / "x.jsonl").write_text(f"{row}\n" * 50_000 + last)
+    columns = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
+    entry = {"file_name": "x.jsonl", "columns": columns}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"x": entry}))
     run, found = judge("x", tmp_path, Settings(data={"seconds": 0.001}))
     checked = run.decisions["data.x.checked"]
     assert found == [] and 0 < int(checked.choice.split()[0]) < 50_000
-    assert checked.reason.startswith("the rows up to the first errors or the time bound, ")
+    assert checked.reason.startswith("what could be read before the time bound, ")
     run, found = judge("trailing_comma", settings=Settings(data={"seconds": 0}))
     assert found == [] and run.decisions == {}
 

@@ -103,6 +103,12 @@ def test_stock_refuses_an_oft_adapter(assets: Path, adapters: dict[str, Path]) -
     assert finetuning.finetuning_type == "oft"
 
 
+def test_stock_does_not_read_oft_target(assets: Path) -> None:
+    """The hook that settles the targets of a training has not run here."""
+    model = build(assets / "qwen2", None, trainable=True, finetuning_type="oft", oft_target="q_proj")
+    assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == 7 * 4
+
+
 def test_full_tuning_still_takes_no_adapter(assets: Path, adapters: dict[str, Path]) -> None:
     model, finetuning = arguments(assets / "qwen2", adapters["oft"], finetuning_type="full")
     with pytest.raises(ValueError, match="Adapter is only valid for the LoRA method"):

@@ -1,4 +1,4 @@
-"""Data sets in the host: fragments over the user's file, media beside them, tokens counted as the host cuts them."""
+"""Data sets in the host: fragments over the user's file, media beside them, tokens as the host cuts them."""
 
 import dataclasses
 import json
@@ -166,7 +166,7 @@ def test_texts_of_stage_pt_are_counted(assets: Path, encoder: data.Encoder) -> N
 def test_names_are_read_as_utf8_and_fragments_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock reads one file in the encoding of the locale; here a Chinese name, a fragment and a shipped set."""
+    """Stock reads one file, in the encoding of the locale; here a Chinese name, a fragment, a shipped set."""
     extra = tmp_path / "extra"
     (extra / "pictures").mkdir(parents=True)
     (extra / "pictures" / "a.png").touch()

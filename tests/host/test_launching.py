@@ -1,5 +1,6 @@
 """Before the launcher starts anything: settings are checked, the environment is filled."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -80,6 +81,20 @@ def test_allocator_default_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> N
     assert environment.ascend_environment("train") == {}
 
 
+def test_an_output_dir_that_cannot_be_written_ends_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(
+        sys, "argv", ["llamafactory-cli", "train", "--output_dir", str(tmp_path / "file/out")]
+    )
+    with pytest.raises(SystemExit) as error:
+        launching.launch(lambda: pytest.fail("launched"))
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert f"output_dir {tmp_path}/file/out cannot be written: ENOTDIR (errno 20" in said
+
+
 WORDS = ["my recipe.yaml", "output_dir=/a b/c", "run_name=one two"]
 
 
@@ -137,14 +152,14 @@ def test_what_is_not_the_hosts_torchrun_is_run_as_it_is() -> None:
     assert seen.run(["true"], check=True).returncode == 0 and seen.PIPE is subprocess.PIPE
 
 
-def test_the_module_that_is_started_as_torchrun_exists() -> None:
-    words = [sys.executable, *torchrun.MODULE, "--help"]
-    assert b"--nproc-per-node" in subprocess.run(words, capture_output=True, check=True).stdout
+def test_stock_does_not_find_torchrun_beside_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamafactory import launcher
 
-
-def test_stock_does_not_find_torchrun_beside_its_python(train: Train) -> None:
-    result = train(ranks=2, plugin=False, npu=False, env={"PATH": "/usr/bin:/bin"})
-    assert result.code == 1 and "No such file or directory: 'torchrun'" in result.text
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", "x.yaml"])
+    monkeypatch.setenv("FORCE_TORCHRUN", "1")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(FileNotFoundError, match="'torchrun'"):
+        getattr(launcher.launch, "__wrapped__", launcher.launch)()
 
 
 class Started:
@@ -248,6 +263,7 @@ def test_plain_torchrun_has_the_lock_and_stops_when_one_rank_is_told(start: Call
     assert checkpoint.name == f"checkpoint-{report['last_step']}"
     assert sorted(failure["rank"] for failure in report["failures"]) == [0, 1]
     assert {failure["type"] for failure in report["failures"]} == {"Stopped"}
+    assert report["ended_ranks"] == [0, 1]
     assert not (long.output / lock.NAME).exists()
 
 
@@ -288,3 +304,16 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_ray_workers_report_and_the_driver_holds_the_lock(train: Train) -> None:
+    """pip install 'ray[default]'; a CPU alone is not enough for the host's placement group."""
+    devices = {"SIM_NPU_DEVICES": "2", "ASCEND_RT_VISIBLE_DEVICES": "0,1", "USE_RAY": "1"}
+    kwargs = {"num_cpus": 24, "resources": {"NPU": 2}, "include_dashboard": True}
+    command = [sys.executable, "-m", "llamafactory.cli", "train"]
+    result = train(env=devices, command=command, max_steps=2, ray_num_workers=2, ray_init_kwargs=kwargs)
+    assert result.code == 0, result.text
+    assert (result.report["state"], result.report["world_size"]) == ("completed", 2)
+    assert [rank["rank"] for rank in result.report["ranks"]] == [0, 1]
+    assert not (result.output / lock.NAME).exists()

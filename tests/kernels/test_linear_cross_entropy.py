@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamafactory_ascend.kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 
@@ -82,6 +83,27 @@ def test_frozen_head_keeps_one_gradient_of_the_size_of_the_supervised_states() -
         (int((labels != -100).sum()), 24),
         (int((labels != -100).sum()),),
     ]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers that a tensor had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            self.numbers = max(self.numbers, tensor.numel() if isinstance(tensor, Tensor) else 0)
+        return result
+
+
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    with Largest() as ours:
+        linear_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
+    with Largest() as theirs:
+        stock(hidden, weight, labels).backward()
+    assert (ours.numbers, theirs.numbers) == (32 * 600, 200 * 600)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def check(
             files = [] if wrong else files
     reading = Reading(entry, request, leaks, evaluation)
     complete = reading.read(files, deadline, watch) if files else not problems
-    problems += reading.problems() if files else []
+    problems += reading.problems(complete) if files else []
     return SetCheck(
         entry.name,
         entry.place,
@@ -135,7 +135,7 @@ class Reading:
             self._take(item)
             if deadline is not None and not item.number % LOOK_AT_CLOCK and time.monotonic() > deadline:
                 return False
-        return True
+        return not self.broken
 
     def _take(self, item: Row) -> None:
         number, row = item.number, item.value
@@ -146,13 +146,22 @@ class Reading:
         if self.leaks is not None and (question := question_of(row, self.layout)):
             see = self.leaks.see_evaluation if self.evaluation else self.leaks.see_training
             see(self.entry.name, number, question)
+        counted = self._count(number, row)
         if self.request.stage == "pt":
-            tokens = (
-                self.request.count(number, row).kept if self.request.count else most_tokens(self._text(row))
-            )
-            self.blocks.see(tokens)
-        elif self.request.count:
-            self.lengths.see(self.request.count(number, row))
+            exact = sum(turn.prompt for turn in counted.turns) if counted else None
+            self.blocks.see(most_tokens(self._text(row)) if exact is None else exact)
+        elif counted:
+            self.lengths.see(counted)
+
+    def _count(self, number: int, row: Mapping[str, Any]) -> RowTokens | None:
+        if self.request.count is None:
+            return None
+        try:
+            return self.request.count(number, row)
+        except Exception as error:  # what the host raises at this row, it would raise in a training too
+            cause = " ".join(str(error).split())[:200]
+            self.unencoded.add(f"no tokens can be made of it: {type(error).__name__}: {cause}", number)
+            return None
 
     def _text(self, row: Mapping[str, Any]) -> str:
         columns, tags = self.layout.columns, self.layout.tags
@@ -167,16 +176,18 @@ class Reading:
         said = self.entry.keys.get("description", "")
         return f"media of a fragment lie in its own folder{f'; its entry says: {said}' if said else ''}"
 
-    def problems(self) -> list[Problem]:
+    def problems(self, complete: bool) -> list[Problem]:
+        """Return what was found; without a verdict on what rows that were not read may change."""
         found = list(self.broken)
-        if not self.rows.seen and not found:
+        if not self.rows.seen and complete:
             found.append(Problem("error", "no_rows", f"{self.entry.path} holds no rows"))
         mismatch = roles.mismatch(self.rows.roles, self.rows.message_keys, self.layout)
         found += [mismatch] if mismatch else []
-        found += self.rows.problems() + self.media.problems(self._media_hint()) + self.lengths.problems()
+        found += self.rows.problems(complete) + self.media.problems(self._media_hint())
+        found += self.lengths.problems()
         if self.unencoded.total:
             found.append(Problem("error", "tokens", self.unencoded.describe()))
-        return found + (self.blocks.problems() if self.request.stage == "pt" else [])
+        return found + (self.blocks.problems() if self.request.stage == "pt" and complete else [])
 
 
 def path_problems(entry: Entry) -> list[Problem]:

@@ -10,7 +10,7 @@ Key = bytes
 
 def key_of(question: str) -> Key:
     """Return 8 bytes that stand for a question."""
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 @dataclass

@@ -66,7 +66,10 @@ class Media:
         if path not in self.known:
             if len(self.known) >= REMEMBERED:
                 self.known.clear()
-            self.known[path] = (self.folder / path).is_file() or Path(path).is_file()
+            self.known[path] = any(
+                os.path.isfile(one)  # noqa: PTH113 - like the host, False for what can be no path at all
+                for one in (self.folder / path, path)
+            )
         return self.known[path]
 
     def problems(self, hint: str) -> list[Problem]:

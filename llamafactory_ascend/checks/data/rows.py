@@ -126,9 +126,9 @@ class Rows:
             self.labels[label] += 1
         return ""
 
-    def problems(self) -> list[Problem]:
-        """Return what is worth saying about all rows that were seen."""
-        found = self._missing_keys()
+    def problems(self, complete: bool = True) -> list[Problem]:
+        """Return what is worth saying about the rows that were seen; ``complete``: there are no others."""
+        found = self._missing_keys() if complete else []
         if self.wrong.total:
             found.append(Problem("error", "type", self.wrong.describe()))
         if self.dropped.total:

@@ -128,7 +128,10 @@ def ascend_after_model(run: "Run", model: "nn.Module") -> None:
 def ascend_saved(run: "Run", trainer: "Trainer") -> None:
     """Measure how orthogonal the rotations of the saved adapter are, on the rank that saved it."""
     assert run.arguments is not None
-    if not trains_oft(run.arguments) or not trainer.args.should_save or "oft" not in run.facts:
+    if not trains_oft(run.arguments) or "oft" not in run.facts:
+        return
+    if not trainer.args.should_save:
+        run.facts.pop("oft")  # the other rank says the same and more
         return
     folder = Path(run.arguments.training.output_dir)
     if not (folder / WEIGHTS).is_file() or not (folder / CONFIG).is_file():

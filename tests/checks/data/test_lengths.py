@@ -1,4 +1,4 @@
-"""What `cutoff_len` leaves, as arithmetic; tests/host/test_data.py holds it against the host's own batches."""
+"""What `cutoff_len` leaves, as arithmetic; tests/host/test_data.py holds it against the host's batches."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,8 +44,8 @@ def test_answer_loses_its_end_and_turn_vanishes() -> None:
         "row 7: the answer loses its end; row 7: turn 2 of 2 vanishes"
     )
     assert problem.next == (
-        "`cutoff_len: 170` keeps 95 % of the rows whole, `170` all; `mask_history: true` keeps the last turn, and "
-        "trains on it alone"
+        "`cutoff_len: 170` keeps 95 % of the rows whole, `170` all; `mask_history: true` keeps the last "
+        "turn, and trains on it alone"
     )
 
 

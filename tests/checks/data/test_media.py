@@ -57,6 +57,7 @@ def test_file_in_the_folder_or_where_its_path_says(tmp_path: Path, monkeypatch: 
         (row("<image>"), "row 0: no image and 1 `<image>`"),
         (row("<image>", "a"), "row 0: `images` is a string, must be a list"),
         (row("<video>", None, [["a", "b"]]), f"row 0: file not found: neither {'{folder}'}/b nor"),
+        (row("<image>", ["x" * 5000]), "row 0: file not found: neither"),  # no file can have such a name
         (row("<audio>"), "row 0: `<audio>` and no `audios` in `columns`"),
     ],
 )

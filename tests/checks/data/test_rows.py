@@ -72,8 +72,8 @@ def test_answers_that_are_null_are_dropped_and_empty_ones_trained_on() -> None:
         ("warning", "the host keeps 9 and drops 1 of 10 rows: row 8: `output` is null"),
         (
             "warning",
-            "1 of 10 rows are empty where they must not be: row 9: `output` is empty: the row trains on the end "
-            "token alone",
+            "1 of 10 rows are empty where they must not be: row 9: `output` is empty: the row trains on the "
+            "end token alone",
         ),
     ]
     assert [level for level, _ in said(go(ALPACA, pair(), pair(None), pair(""), dropped=0.3, empty=0.4))] == [
@@ -85,8 +85,8 @@ def test_answers_that_are_null_are_dropped_and_empty_ones_trained_on() -> None:
 def test_key_that_no_row_has() -> None:
     rows = go(ALPACA, {"instuction": "q", "input": "", "output": "a"})
     assert rows.problems()[0].sentence() == (
-        "no row has the key `instruction` (column `prompt`); the rows have: instuction, input, output; did you "
-        "mean `instuction`?"
+        "no row has the key `instruction` (column `prompt`); the rows have: instuction, input, output; did "
+        "you mean `instuction`?"
     )
 
 

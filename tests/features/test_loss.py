@@ -1,0 +1,156 @@
+"""The chunked loss in the models of the family table: stock's loss and gradients, without logits."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features import loss as feature
+from llamafactory_ascend.features.chunked_loss import ChunkedLoss, only_the_loss, unfit
+from llamafactory_ascend.run import Arguments, Run
+from llamafactory_ascend.settings import Settings
+from tests.running import Result, Train
+from tests.training import ATTENTION, IDS, load
+
+MODELS = ("qwen2", "qwen3", "qwen3_5", "qwen25vl", "qwen3_5_moe")
+LABELS = IDS.where(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(0)) < 0.6, -100)
+
+
+def trained(folder: Path) -> Any:
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
+    return get_peft_model(load(folder), lora).train()
+
+
+def step(model: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
+    model.zero_grad()
+    output = model(input_ids=IDS, labels=LABELS, **more)
+    output.loss.backward()
+    return (
+        output.loss.detach(),
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        output,
+    )
+
+
+@pytest.mark.parametrize("items", [None, 7], ids=["mean", "tokens of the batch"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_model(assets: Path, name: str, items: int | None) -> None:
+    model = trained(assets / name)
+    more = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    wanted, gradients, _ = step(model, **more)
+    chunked = ChunkedLoss(model.get_base_model())
+    found, ours, output = step(model, **more)
+    assert chunked.calls == 1 and output.logits is None
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+    assert ours.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(
+            ours[key], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()) + 1e-9
+        )
+
+
+def test_logits_are_made_where_somebody_wants_them(assets: Path) -> None:
+    model = trained(assets / "qwen3_5")
+    wanted = model(input_ids=IDS).logits
+    chunked = ChunkedLoss(model.get_base_model())
+    assert torch.equal(model(input_ids=IDS).logits, wanted)  # no labels: DPO, generation
+    model.eval()
+    assert torch.equal(model(input_ids=IDS, labels=LABELS).logits, wanted)  # metrics may want them
+    assert chunked.calls == 0
+    with only_the_loss(chunked, True):
+        assert model(input_ids=IDS, labels=LABELS).logits is None
+    assert chunked.calls == 1 and not chunked.loss_only
+
+
+def test_trained_head_gets_its_gradient(assets: Path) -> None:
+    model = load(assets / "qwen2").train()
+    _, gradients, _ = step(model)
+    ChunkedLoss(model)
+    _, ours, _ = step(model)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_model_whose_head_is_not_plain_is_left_alone(assets: Path) -> None:
+    model = load(assets / "qwen2")
+    assert unfit(model) == ""
+    model.lm_head.register_forward_hook(lambda module, args, output: output.float())
+    assert unfit(model) == "somebody else acts on the output of its head"
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert unfit(model) == "its head is a Sequential, not a plain linear layer"
+
+
+def decide(assets: Path, setting: str = "auto", kernels: str = "auto", **changes: Any) -> Run:
+    """Run the hook as the loader does, with the host's arguments as far as it looks at them."""
+    found = {"stage": "sft", "device": "npu", "deepspeed": None, "torch_compile": False, **changes}
+    training = {name: found.pop(name) for name in ("deepspeed", "torch_compile")}
+    device = SimpleNamespace(type=found.pop("device"))
+    nothing: Any = SimpleNamespace()
+    now = Run(settings=Settings(loss=setting, kernels=kernels))
+    now.arguments = Arguments(
+        nothing, nothing, SimpleNamespace(device=device, **training), SimpleNamespace(**found), nothing
+    )
+    feature.ascend_after_model(now, load(assets / "qwen2"))
+    return now
+
+
+def test_auto_is_for_npus_and_for_losses_of_the_model(assets: Path) -> None:
+    found = decide(assets)
+    assert found.decisions["loss"].choice == "in chunks of the supervised positions" and feature.current()
+    for changes, reason in (
+        ({"device": "cpu"}, "`auto` leaves the loss as it is on a CPU"),
+        ({"kernels": "off"}, "`auto` leaves the loss as it is with `kernels: off`"),
+        ({"stage": "dpo"}, "stage dpo computes on logits"),
+        ({"use_dft_loss": True}, "`use_dft_loss`: it weighs the loss by the logits"),
+        ({"torch_compile": True}, "`torch_compile`: a compiled model is traced past it"),
+        ({"setting": "off"}, "`ascend.loss: off`"),
+    ):
+        found = decide(assets, **changes)
+        assert found.decisions["loss"].reason == reason and feature.current() is None, changes
+
+
+def test_asked_for_by_name_it_works_on_a_cpu_or_is_an_error(assets: Path) -> None:
+    assert decide(assets, "chunked", device="cpu").decisions["loss"].reason == "`ascend.loss: chunked`"
+    with pytest.raises(AscendError, match=r"`ascend.loss: chunked`: stage dpo computes on logits"):
+        decide(assets, "chunked", stage="dpo")
+
+
+RECIPE = {"eval_dataset": "tiny", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(train_once: Train) -> dict[str, Result]:
+    """The same training with all logits and in chunks: two ranks, FSDP2, two batches a step."""
+    fsdp = {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]},
+        "gradient_accumulation_steps": 2,
+    }
+    return {
+        loss: train_once(ranks=2, ascend={"kernels": "off", "loss": loss}, **RECIPE, **fsdp)
+        for loss in ("off", "chunked")
+    }
+
+
+def test_training_on_two_ranks_has_the_losses_of_stock(runs: dict[str, Result]) -> None:
+    assert [runs[name].code for name in ("off", "chunked")] == [0, 0], runs["chunked"].text[-3000:]
+    torch.testing.assert_close(runs["chunked"].losses, runs["off"].losses, rtol=2e-4, atol=0)
+    torch.testing.assert_close(runs["chunked"].grad_norms, runs["off"].grad_norms, rtol=2e-3, atol=0)
+    evaluations = [
+        [entry["eval_loss"] for entry in json.loads(path.read_text())["log_history"] if "eval_loss" in entry]
+        for path in (runs[name].output / "trainer_state.json" for name in ("off", "chunked"))
+    ]
+    assert len(evaluations[0]) == 2
+    torch.testing.assert_close(evaluations[1], evaluations[0], rtol=2e-4, atol=0)
+
+
+def test_every_rank_computed_it_in_both_halves_of_the_step(runs: dict[str, Result]) -> None:
+    ranks = runs["chunked"].report["ranks"]
+    assert [rank["loss"] for rank in ranks] == [{"calls_in_first_step": 2}] * 2
