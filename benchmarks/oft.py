@@ -98,7 +98,7 @@ def adapt(model: nn.Module, series: bool, targets: list[str]) -> PeftModel:
 def make_pair(model: nn.Module) -> tuple[PeftModel, PeftModel]:
     """Return the model with the plugin's rotations and with PEFT's default."""
     ours, peft = (adapt(model, series, ["qkv", "proj"]) for series in (False, True))
-    substitute(ours.get_base_model())
+    substitute(ours)
     return ours, peft
 
 

@@ -16,8 +16,10 @@ from llamafactory_ascend.errors import AscendError
 
 INFO = "dataset_info.json"
 SETS = {  # what can be made -> its entries in dataset_info.json
-    "vertical_demo": ("vertical_demo", "vertical_demo_eval", "vertical_demo_text"),
+    "vertical_demo": ("vertical_demo", "vertical_demo_eval", "vertical_cpt_demo"),
     product_attributes.NAME: (product_attributes.NAME, f"{product_attributes.NAME}_eval"),
+    "ascend_qa": ("ascend_qa", "ascend_qa_eval"),
+    "long_demo": ("long_demo",),
 }
 
 

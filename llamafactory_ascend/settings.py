@@ -91,7 +91,7 @@ class Settings(BaseModel):
             "pairs, `auto` or `off`; see docs/kernels.md."
         ),
     )
-    oft: Oft = Field(default_factory=Oft, description="OFT adapters.")
+    oft: Oft = Field(default_factory=Oft, description="How OFT adapters are made and loaded; see docs/oft.md.")
     targets: Targets | None = Field(
         default=None,
         description=(

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llamafactory_ascend import recipe_text, resources, run, settings
 from llamafactory_ascend.errors import AscendError
@@ -18,6 +21,7 @@ from tests import geometry
 TEXTS = {name: file.read_text(encoding="utf-8") for name, file in resources.recipes().items()}
 PARSED: dict[str, dict[str, Any]] = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
 TRAIN = [name for name, recipe in PARSED.items() if recipe.get("do_train")]
+REFERENCE = "qwen3_8_27b_lora_sft_fsdp2"
 EXPORT = [name for name in PARSED if name not in TRAIN]
 SHARDED = [name for name in TRAIN if "fsdp" in PARSED[name]]
 DATA = json.loads((resources.folder("dataset_info") / "dataset_info.json").read_text(encoding="utf-8"))
@@ -146,17 +150,64 @@ def test_trainable_parameters_at_the_published_size(name: str, tmp_path: Path) -
 
 
 def test_the_reference_model_has_the_layers_and_tensors_that_its_run_printed(tmp_path: Path) -> None:
-    model = adapted("qwen3_8_27b_lora_sft_fsdp2", tmp_path)
+    model = adapted(REFERENCE, tmp_path)
     counts = Counter(type(module).__name__ for module in model.modules())
     assert (counts["Qwen3_5DecoderLayer"], counts["Qwen3_5VisionBlock"]) == (64, 27)
     assert len([p for p in model.parameters() if p.requires_grad]) == 128
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    wrapped = PARSED[REFERENCE]["fsdp_config"]["transformer_layer_cls_to_wrap"]
+    assert (len(layers), sum(counts[name] for name in wrapped) + 1) == (91, 92), "with the root"
+    assert "91 layers" in TEXTS[REFERENCE] and "92 modules" in TEXTS[REFERENCE]
+
+
+def test_the_reference_model_takes_the_steps_that_its_run_took() -> None:
+    """The batches that accelerate deals out to one of eight ranks, for 6598 rows."""
+    recipe = PARSED[REFERENCE]
+    batches = BatchSampler(range(6598), recipe["per_device_train_batch_size"], drop_last=False)
+    epoch = len(BatchSamplerShard(batches, num_processes=8, process_index=0))
+    steps = epoch // recipe["gradient_accumulation_steps"]
+    assert (steps, steps * recipe["num_train_epochs"]) == (825, 2475)
+    assert "6,598 rows" in TEXTS[REFERENCE] and "825 steps" in TEXTS[REFERENCE] and "2,475" in TEXTS[REFERENCE]
+
+
+def test_the_reference_recipe_keeps_the_best_checkpoint_and_stops(tmp_path: Path) -> None:
+    _model, _data, training, finetuning, _generating = parse(PARSED[REFERENCE], tmp_path)
+    assert training.load_best_model_at_end and training.metric_for_best_model == "eval_loss"
+    assert training.greater_is_better is False and finetuning.early_stopping_steps == 3
+    assert (training.eval_strategy, training.eval_steps) == (training.save_strategy, training.save_steps)
+    assert training.eval_steps == 100
+    variant = parse(PARSED["qwen3_8_27b_lora_deltanet_sft_fsdp2"], tmp_path)
+    same = ("load_best_model_at_end", "metric_for_best_model", "eval_steps", "save_total_limit")
+    assert [getattr(variant[2], key) for key in same] == [getattr(training, key) for key in same]
+    assert variant[3].early_stopping_steps == finetuning.early_stopping_steps
+
+
+def test_deltanet_is_adapted_without_the_gates_that_vllm_cannot_serve(tmp_path: Path) -> None:
+    name = "qwen3_8_27b_lora_deltanet_sft_fsdp2"
+    model = adapted(name, tmp_path)
+    found = Counter(path.split(".")[-2] for path, _ in model.named_modules() if path.endswith(".lora_A"))
+    attention = dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], 16)
+    assert found == {**attention, **dict.fromkeys(["in_proj_qkv", "in_proj_z", "out_proj"], 48)}
+    gates = {
+        module.out_features for path, module in model.named_modules() if path.endswith(("in_proj_a", "in_proj_b"))
+    }
+    assert gates == {48} and 48 // 8 < PARSED[name]["lora_rank"]
+    assert "48 wide" in TEXTS[name] and "8 cards that is 6" in TEXTS[name]
+
+
+def test_recipes_made_for_npus_say_so() -> None:
+    made = {name for name in TRAIN if (PARSED[name].get("ascend") or {}).get("device") == "npu"}
+    assert made == {name for name in TRAIN if name.startswith(("qwen3_8_27b", "qwen2_5_32b", "qwen2_5_72b"))}
+    for name in TRAIN:
+        assert ("Made for NPUs" in TEXTS[name]) == (name in made)
+        assert ("on CUDA" in TEXTS[name]) == (name not in made)
 
 
 def test_recipe_by_name() -> None:
     assert resources.recipe("qwen2_5_7b_lora_sft").read_text(encoding="utf-8") == TEXTS["qwen2_5_7b_lora_sft"]
     assert resources.recipe("qwen2_5_7b_lora_sft.yaml") == resources.recipe("qwen2_5_7b_lora_sft")
-    with pytest.raises(AscendError, match="did you mean `qwen3_8_27b_lora_sft_fsdp2`"):
-        resources.recipe("qwen3_8_27b")
+    with pytest.raises(AscendError, match=r"did you mean `qwen3_8_27b_lora_sft_fsdp2`\?"):
+        resources.recipe("qwen3_8_27b_lora_sft")
     with pytest.raises(AscendError, match=r"no recipe `xyz` is shipped\n.*recipes ls"):
         resources.recipe("xyz")
 

@@ -25,7 +25,7 @@ HELP = "Say whether a recipe would start, an adapter is whole, or the kernels of
 class Checks(TyperGroup):
     """A recipe may be named without the word `recipe`: `check train.yaml`."""
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         words = ["recipe", *args] if args[0].endswith((".yaml", ".yml", ".json")) else args
         return super().resolve_command(ctx, words)
 

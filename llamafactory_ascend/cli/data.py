@@ -2,7 +2,7 @@
 
 import typer
 
-from llamafactory_ascend.cli import data_check, data_edit, data_ls, data_make
+from llamafactory_ascend.cli import data_check, data_edit, data_ls, data_make, data_stats
 
 EPILOG = """
 Examples:
@@ -19,6 +19,7 @@ Exit codes: each command's --help says what they mean.
 app = typer.Typer(help="Look after the data sets that recipes name.", no_args_is_help=True, epilog=EPILOG)
 app.command("make", epilog=data_make.EPILOG)(data_make.make)
 app.command("check", epilog=data_check.EPILOG)(data_check.check)
+app.command("stats", epilog=data_stats.EPILOG)(data_stats.stats)
 app.command("ls", epilog=data_ls.EPILOG)(data_ls.ls)
 app.command("add", epilog=data_edit.ADD_EPILOG)(data_edit.add)
 app.command("remove", epilog=data_edit.REMOVE_EPILOG)(data_edit.remove)

@@ -119,7 +119,11 @@ def plan_copies(entries: "list[Entry]", dataset_dir: Path) -> list[tuple[Path, P
         if catalogue.climbs_out(entry):
             raise AscendError(f"{entry.place}: `{entry.name}` names a file outside its own folder: {path}")
         if not path.exists():
-            raise AscendError(f"{entry.place}: the file of `{entry.name}` does not exist: {path}")
+            if (dataset_dir / path.relative_to(entry.folder)).exists():
+                continue  # the user's own copy of what is not shipped
+            raise AscendError(
+                f"{entry.place}: the file of `{entry.name}` does not exist: {path}", _described(entry)
+            )
         for file in tables.files_of(path):
             target = dataset_dir / file.relative_to(entry.folder)
             if not target.exists():
@@ -129,6 +133,11 @@ def plan_copies(entries: "list[Entry]", dataset_dir: Path) -> list[tuple[Path, P
                     f"{target} is another file than {file}; nothing was written", "move it, or rename it"
                 )
     return [(source, target) for target, source in copies.items()]
+
+
+def _described(entry: "Entry") -> str:
+    said = entry.keys.get("description", "")
+    return f"its entry says: {said}" if said else ""
 
 
 def edit(dataset_dir: Path, entries: "list[Entry]", copies: list[tuple[Path, Path]]) -> list[str]:

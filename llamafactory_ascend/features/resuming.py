@@ -2,10 +2,12 @@
 
 The host resumes from the folder with the highest number, so one half-written checkpoint stops every restart,
 after the model is loaded and with a bare FileNotFoundError. PEFT fills what an adapter file lacks with the
-values of a fresh adapter, without an error.
+values of a fresh adapter, without an error, and the host goes on with a fresh optimizer where a checkpoint has
+none. Of a file that was cut off it says what is wrong with it, not which one it is.
 """
 
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from llamafactory_ascend.run import Arguments, Run
 
 STATE = "trainer_state.json"  # the Trainer writes it last
+FRESH = ("optimizer.pt", "scheduler.pt")  # without either the host loads neither, and does not say so
+RANDOM = "rng_state*.pth"  # without it the host says that a run is not reproduced
 # What an OFT adapter's weights mean; a resume loads the weights and leaves these as the recipe has them.
 OFT_MEANING = ("use_cayley_neumann", "num_cayley_neumann_terms", "coft", "block_share")
 
@@ -39,7 +43,7 @@ def checkpoint(training: Any) -> Path | None:
 
 def complete_ones(folder: Path) -> Iterator[Path]:
     """Yield the checkpoints beside ``folder`` that were saved to their end, the latest first."""
-    found = [path.parent for path in folder.parent.glob(f"checkpoint-*/{STATE}")]
+    found = [path for path in folder.parent.glob("checkpoint-*") if not flaw_of_state(path)]
     numbered = [path for path in found if path.name.removeprefix("checkpoint-").isdigit()]
     yield from sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
@@ -50,14 +54,47 @@ def another(folder: Path) -> str:
     return f"remove it, or write `resume_from_checkpoint: {good}`" if good else "remove it to start afresh"
 
 
+def flaw_of_state(folder: Path) -> str:
+    """Say why a checkpoint's state of the Trainer cannot be read, "" where it can."""
+    try:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"has no {STATE}: the run was killed while it was saved"
+    except (OSError, ValueError) as error:
+        return f"has a {STATE} that cannot be read: {error}"
+    return "" if isinstance(found, dict) else f"has a {STATE} that holds no mapping"
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return what a checkpoint lacks of the optimizer; of an FSDP or DeepSpeed run it lies elsewhere."""
+    return [name for name in FRESH if not (folder / name).is_file()]
+
+
+def cut_off_files(folder: Path) -> list[str]:
+    """Return the files of ``torch.save`` that end too early: their table of contents stands last."""
+    files = [folder / name for name in FRESH] + sorted(folder.glob(RANDOM))
+    return [file.name for file in files if file.is_file() and not zipfile.is_zipfile(file)]
+
+
 @hookimpl
 def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
     folder = checkpoint(arguments.training)
     if folder is None or not folder.is_dir():
         return []
-    if not (folder / STATE).is_file():
-        message = f"{folder} has no {STATE}: the run was killed while it was saved; {another(folder)}"
-        return [Finding("error", "resume", message)]
+    flaw = flaw_of_state(folder)
+    others = uses_fsdp(arguments.training) or arguments.training.deepspeed_plugin is not None
+    if not flaw and not others and (cut := cut_off_files(folder)):
+        flaw = f"has {' and '.join(cut)} cut off"
+    if flaw:
+        return [Finding("error", "resume", f"{folder} {flaw}; {another(folder)}")]
+    if not others and (missing := missing_files(folder)):
+        message = f"{folder} has no {' and no '.join(missing)}: the optimizer would start afresh"
+        if arguments.training.save_only_model:
+            return [Finding("warning", "resume", f"{message}, as `save_only_model` has it")]
+        weights = f"to keep its weights alone: `adapter_name_or_path: {folder}` and another output_dir"
+        if not is_adapter(arguments):
+            weights = f"to keep its weights alone: `model_name_or_path: {folder}` and another output_dir"
+        return [Finding("error", "resume", f"{message}; {another(folder)}; {weights}")]
     kind = given_adapters.of_folder(str(folder)).kind
     wanted = arguments.finetuning.finetuning_type
     if kind and kind != wanted:

@@ -13,6 +13,7 @@ from llamafactory_ascend.checks.data.lengths import RowTokens
 from llamafactory_ascend.features import data_checks
 from llamafactory_ascend.patching import Patch, Target
 
+Ids = list[int]
 MEDIA = "ascend_media_dir"  # an attribute that a fragment's DatasetAttr has beside the host's own
 
 
@@ -119,15 +120,18 @@ def _columns(attribute: Any) -> list[str]:
     return [key for key in (getattr(attribute, name) for name in COLUMNS) if key]
 
 
-def _lengths(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[list[tuple[int, int]], int]:
-    """Return (prompt, answer) lengths of the turns of a converted row, and the tokens beside them."""
+def encode(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[list[tuple[Ids, Ids]], Ids]:
+    """Return the tokens of the turns of a converted row, prompt and answer of each, and those beside them.
+
+    Of several answers to one question (rm, dpo) the longest is returned.
+    """
     template, tokenizer = encoder.template, encoder.tokenizer
     prompt, response = aligned["_prompt"], aligned["_response"]
     if stage == "pt":
         end = "<|end_of_text|>" if encoder.data_args.template == "llama3" else tokenizer.eos_token
-        return [(len(tokenizer(prompt[0]["content"] + end, add_special_tokens=False)["input_ids"]), 0)], 0
+        return [(tokenizer(prompt[0]["content"] + end, add_special_tokens=False)["input_ids"], [])], []
     media = [aligned[f"_{name}"] or [] for name in ("images", "videos", "audios")]
-    end_token = 1 if template.efficient_eos else 0
+    end_token = [tokenizer.eos_token_id] if template.efficient_eos else []
 
     def messages(answer: list[dict[str, str]]) -> Any:
         return template.mm_plugin.process_messages(prompt + answer, *media, encoder.processor)
@@ -138,14 +142,19 @@ def _lengths(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[lis
         encoded = template.encode_multiturn(
             tokenizer, messages(response), aligned["_system"], aligned["_tools"], drops_thoughts
         )
-        return [(len(source), len(target)) for source, target in encoded], len(before) + end_token
+        return encoded, before + end_token
     answers = [one for one in response if one["content"]] or response[:1] if stage == "kto" else response
     encoded = [
         template.encode_oneturn(tokenizer, messages([answer]), aligned["_system"], aligned["_tools"])
         for answer in answers
     ]
-    source, target = len(encoded[0][0]) + len(before), max(len(one[1]) for one in encoded) + end_token
-    return [(source, target)], 0
+    return [(before + encoded[0][0], max((one[1] for one in encoded), key=len) + end_token)], []
+
+
+def _lengths(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[list[tuple[int, int]], int]:
+    """Return (prompt, answer) lengths of the turns of a converted row, and how many tokens are beside them."""
+    encoded, beside = encode(aligned, encoder, stage)
+    return [(len(source), len(target)) for source, target in encoded], len(beside)
 
 
 PATCHES = [

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from llamafactory_ascend.cli import app
+from llamafactory_ascend.cli import app, data_progress
 from tests.running import BIN, environment
 
 CASES = Path(__file__).parent.parent / "cases" / "datasets"
@@ -233,6 +233,17 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
 def test_model_needs_a_template() -> None:
     result = check("good", "--model", "x")
     assert result.exit_code == 2 and "--model needs --template" in result.output
+
+
+def test_progress_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data_progress, "EVERY", 0.0)
+    with data_progress.Progress() as progress:
+        progress.begin("x", 2_000_000)
+        progress.advance(500_000)
+        progress.advance(500_000)
+    assert capsys.readouterr() == ("", "x: 25 % of 2.0 MB read\nx: 50 % of 2.0 MB read\n")
 
 
 def test_command_when_it_is_piped(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Tiny(nn.Module):
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
+    signals.requests.end()  # another test may have parsed arguments in this process
     before = [signal.getsignal(number) for number in signals.STOPPING]
     yield
     signals.requests.end()

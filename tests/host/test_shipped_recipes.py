@@ -66,7 +66,8 @@ def test_a_name_that_is_not_shipped_ends_the_process(
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
         "[llamafactory-ascend] no recipe `qwen3_8_27b` is shipped: "
-        "did you mean `qwen3_8_27b_lora_sft_fsdp2`?\n"
+        "did you mean `qwen3_8_27b_lora_deltanet_sft_fsdp2` or `qwen3_8_27b_lora_sft_fsdp2` "
+        "or `qwen3_8_27b_lora_stress_fsdp2`?\n"
         "  next: llamafactory-ascend recipes ls\n"
     )
 

@@ -72,7 +72,7 @@ def test_a_killed_run_says_how_far_it_came(start: Start, tmp_path: Path) -> None
     assert report["explanation"].startswith("No process has finished this report")
     assert report["finished"] is None and report["ended_ranks"] == []
     assert files.read(output / "ascend_report.2026-01-02T030405+0000.json") == old
-    assert list(output.glob(".ascend*")) == []
+    assert [path.name for path in output.glob(".ascend*")] == [".ascend_run.lock"]  # free to take
 
 
 def test_an_interrupted_run_keeps_its_exit_code(start: Start, tmp_path: Path) -> None:

@@ -203,7 +203,9 @@ def path_problems(entry: Entry) -> list[Problem]:
         )
     if not path.exists():
         message = f"file {path.resolve()} does not exist"
-        found.append(Problem("error", "no_file", message, nearest_files(path)))
+        said = str(entry.keys.get("description", "")) if entry.source.origin != "yours" else ""
+        following = f"its entry says: {said}" if said else nearest_files(path)
+        found.append(Problem("error", "no_file", message, following))
     return found
 
 

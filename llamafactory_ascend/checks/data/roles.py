@@ -27,6 +27,7 @@ class Conversation:
     Attributes:
         broken: why the host would stop at it.
         dropped: why the host leaves it out.
+        answered: it has an answer, though the row may be left out.
         empty: what it must hold and does not.
         roles: (0 where a question is due, 1 where an answer is; role) of each message but a leading system.
         keys: the keys of its messages.
@@ -34,12 +35,13 @@ class Conversation:
 
     broken: str = ""
     dropped: str = ""
+    answered: bool = False
     empty: tuple[str, ...] = ()
     roles: tuple[tuple[int, str], ...] = ()
     keys: tuple[str, ...] = ()
 
 
-def read_messages(row: Mapping[str, Any], layout: Layout, stage: str) -> Conversation:
+def read_messages(row: Mapping[str, Any], layout: Layout) -> Conversation:
     """Read the messages of a row by the host's rules: question and answer in turn, none without the other."""
     key, tags = layout.columns["messages"] or "", layout.tags
     role_tag, content_tag = tags["role_tag"] or "", tags["content_tag"] or ""
@@ -53,13 +55,14 @@ def read_messages(row: Mapping[str, Any], layout: Layout, stage: str) -> Convers
         if role_tag not in keys:
             what = f"key `{key}`: messages have no `{role_tag}`"
             return Conversation(broken=what, roles=_guessed_roles(messages, keys), keys=keys)
-        for tag in (role_tag, content_tag):
-            value, calls = message.get(tag), layout.formatting == "openai" and message.get("tool_calls")
-            if not isinstance(value, str) and not (tag == content_tag and calls):
-                what = f"key `{key}`: `{tag}` of message {place} is {kind(value)}, not a string"
-                return Conversation(broken=what, keys=keys)
-    spoken = [str(message[role_tag]) for message in messages]
-    texts = [message.get(content_tag) or message.get("tool_calls") or "" for message in messages]
+    spoken = [_name(message.get(role_tag)) for message in messages]
+    texts = [message.get(content_tag) for message in messages]
+    if layout.formatting == "openai":
+        calls = [message.get("tool_calls") for message in messages]
+        answering = (tags["assistant_tag"], tags["function_tag"])
+        for place, role in enumerate(spoken):
+            if role in answering and calls[place]:  # takes the place of what is said
+                spoken[place], texts[place] = tags["function_tag"] or role, calls[place]
     if spoken and tags["system_tag"] and spoken[0] == tags["system_tag"]:
         spoken, texts = spoken[1:], texts[1:]
     if layout.formatting == "openai":
@@ -86,7 +89,35 @@ def read_messages(row: Mapping[str, Any], layout: Layout, stage: str) -> Convers
         )
     if not roles:
         return Conversation(dropped="there are no messages", keys=keys)
-    return Conversation(empty=_empty(texts, layout), roles=roles, keys=keys)
+    wrong = next(filter(None, map(_wrong_text, [role == tags["function_tag"] for role in spoken], texts)), "")
+    if wrong:
+        return Conversation(broken=f"key `{key}`: {wrong}", roles=roles, keys=keys)
+    return Conversation(answered=bool(texts[-1]), empty=_empty(texts), roles=roles, keys=keys)
+
+
+def _name(role: Any) -> str:
+    return role if isinstance(role, str) else kind(role)
+
+
+def _wrong_text(calls: bool, text: Any) -> str:
+    """Return why the host stops at what a message says: it is no string, or calls no function as it must.
+
+    A call behind a thought, or in a template's own words, is not looked into.
+    """
+    if calls and isinstance(text, list):
+        return ""
+    if not isinstance(text, str):
+        return f"a message holds {kind(text)} where a string is expected"
+    if not calls or text.lstrip().startswith("<"):
+        return ""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return f"a call of a function is no JSON: `{text[:40]}`"
+    for one in found if isinstance(found, list) else [found]:
+        if not isinstance(one, Mapping) or not {"name", "arguments"} <= set(one):
+            return f"a call of a function has no `name` and `arguments`: `{text[:40]}`"
+    return ""
 
 
 def _guessed_roles(messages: list[Any], keys: Iterable[str]) -> tuple[tuple[int, str], ...]:
@@ -111,7 +142,7 @@ def _join_observations(
     return roles, joined
 
 
-def _empty(texts: list[Any], layout: Layout) -> tuple[str, ...]:
+def _empty(texts: list[Any]) -> tuple[str, ...]:
     found = []
     for place, text in enumerate(texts):
         if not str(text).strip():

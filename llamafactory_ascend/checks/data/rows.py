@@ -1,5 +1,6 @@
 """Rows one by one, as the host will read them: types, empty questions and answers, what it leaves out."""
 
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ class Rows:
         )  # (place in turn, 0 or 1; role as written) -> messages
         self.message_keys: Counter[str] = Counter()
         self.labels: Counter[bool] = Counter()
+        self.unanswered: int | None = None  # the last row that was dropped and has no answer
 
     def see(self, number: int, row: Any) -> bool:
         """Take a row in.
@@ -46,7 +48,7 @@ class Rows:
             self.wrong.add(f"the row is {kind(row)}, it must be an object", number)
             return False
         self.keys.update(row.keys())
-        faults = self._mixed(row) or self._history(row)
+        faults = self._mixed(row) or [*self._history(row), *self._tools(row)]
         for fault in faults:
             self.wrong.add(fault, number)
         if faults:
@@ -56,9 +58,18 @@ class Rows:
             self.wrong.add(conversation.broken, number)
             return False
         reason = conversation.dropped or self._unpaired(row)
+        faults = self._preference(row, conversation, bool(reason))
+        for fault in faults:
+            self.wrong.add(fault, number)
+        if faults:
+            return False
         if reason:
             self.dropped.add(reason, number)
+            if not conversation.answered:
+                self.unanswered = number
             return False
+        if self.unanswered == number - 1 and self.stage == "kto":  # whose answer the host looks at here too
+            self.wrong.add("it is left out, and stage kto stops at the row behind it", number - 1)
         self.kept += 1
         for reason in conversation.empty:
             self.empty.add(reason, number)
@@ -83,9 +94,38 @@ class Rows:
                 return [f"key `{key}`: each turn must be a list of two strings, question and answer"]
         return []
 
+    def _tools(self, row: Mapping[str, Any]) -> list[str]:
+        key = self.layout.columns["tools"] or ""
+        tools = row.get(key)
+        if isinstance(tools, str) and tools:
+            try:
+                json.loads(tools)
+            except ValueError:
+                return [f"key `{key}`: tools are no JSON"]
+        return []
+
+    def _preference(self, row: Mapping[str, Any], conversation: Conversation, dropped: bool) -> list[str]:
+        """Return what the host stops at in the answers of rows with pairs or labels."""
+        columns, tags = self.layout.columns, self.layout.tags
+        if self.stage == "kto" and self.layout.formatting == "alpaca":
+            labelled = isinstance(row.get(columns["kto_tag"] or ""), bool)
+            empty = labelled and row.get(columns["response"] or "") is None
+            return [f"key `{columns['response']}`: null in a row with a label"] if empty else []
+        if self.stage not in PAIRED or self.layout.formatting == "alpaca" or dropped:
+            return []
+        faults = []
+        for key in filter(None, (columns["chosen"], columns["rejected"])):
+            answer = row[key]
+            role, content = answer.get(tags["role_tag"] or ""), answer.get(tags["content_tag"] or "")
+            if role is None or role not in tags.values():
+                faults.append(f"key `{key}`: `{role}` is none of the roles in `tags`")
+            if not isinstance(content, str):
+                faults.append(f"key `{key}`: `{tags['content_tag']}` is {kind(content)}, not a string")
+        return faults
+
     def _conversation(self, row: Mapping[str, Any]) -> Conversation:
         if self.layout.formatting != "alpaca":
-            found = read_messages(row, self.layout, self.stage)
+            found = read_messages(row, self.layout)
             self.roles.update(found.roles)
             self.message_keys.update(found.keys)
             return found
@@ -106,9 +146,11 @@ class Rows:
             key = columns["response"] or ""
             answer = row.get(key)
             if not isinstance(answer, str):
-                return Conversation(dropped=f"`{key}` is {'null' if key in row else 'missing'}")
+                what = f"`{key}` is {'null' if key in row else 'missing'}"
+                return Conversation(dropped=what, answered=False)
             if not answer.strip():
                 empty.append(f"`{key}` {EMPTY_ANSWER}")
+            return Conversation(empty=tuple(empty), answered=bool(answer))
         return Conversation(empty=tuple(empty))
 
     def _unpaired(self, row: Mapping[str, Any]) -> str:

@@ -113,7 +113,7 @@ def ascend_after_model(run: "Run", model: "nn.Module") -> None:
         run.decide(SUBJECT, SOLVED, f"PEFT {peft.__version__}: {reason}")
         _miss(run, f"OFT's rotations are left to PEFT {peft.__version__}: {reason}", "install peft 0.18")
     if run.decisions[SUBJECT].choice == EXACT:
-        substitute(peft_model.get_base_model())
+        substitute(peft_model)
         for reason, count in conventions.left_to_peft(peft_model).items():
             run.find("warning", "oft", f"{count} OFT layers are left to PEFT: {reason}")
     run.facts["oft"] = {

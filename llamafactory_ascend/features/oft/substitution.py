@@ -1,13 +1,16 @@
 """Putting the shared rotations in place of PEFT's, layer by layer; PEFT's classes stay as they are."""
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from llamafactory_ascend.features.oft.layer import UNIT, forward, is_linear
 from llamafactory_ascend.features.oft.unit import Unit, clock, find_units
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class SharedRotations:
@@ -17,7 +20,8 @@ class SharedRotations:
         units: those of now.
     """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, peft_model: "PeftModel") -> None:
+        base = peft_model.get_base_model()
         self.base = base
         self.layers = [module for module in base.modules() if is_linear(module)]
         self.units: list[Unit] = []
@@ -27,7 +31,9 @@ class SharedRotations:
         self._arrange()
         for layer in self.layers:
             layer.forward = MethodType(forward, layer)
-        # On the model inside PeftModel, where generate() passes too; FSDP's own hooks run before.
+        # PeftModel calls the tuner, which calls its model's `forward` and so none of the model's hooks; a
+        # PeftModel without a task and generate() call the model. FSDP's own hooks, of PeftModel, run before.
+        peft_model.base_model.register_forward_pre_hook(self._prepare)
         base.register_forward_pre_hook(self._prepare)
         base.register_load_state_dict_post_hook(clock().tick)  # type: ignore[no-untyped-call]
 
@@ -87,10 +93,6 @@ def agrees_with_peft() -> bool:
         return torch.allclose(forward(layer, x), layer(x), atol=1e-5)
 
 
-def substitute(base: nn.Module) -> SharedRotations:
-    """Let every OFT layer of a model use shared rotations.
-
-    Args:
-        base: the model inside PeftModel.
-    """
-    return SharedRotations(base)
+def substitute(peft_model: "PeftModel") -> SharedRotations:
+    """Let every OFT layer of a model use shared rotations."""
+    return SharedRotations(peft_model)

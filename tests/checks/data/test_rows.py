@@ -8,6 +8,7 @@ from llamafactory_ascend.checks.data import roles, schema
 from llamafactory_ascend.checks.data.problem import Limits, Tally, name_rows
 from llamafactory_ascend.checks.data.rows import Rows, question_of
 
+CALL = '{"name": "f", "arguments": {}}'
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 CHAT = schema.layout({"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": TAGS})
 OPENAI = schema.layout(
@@ -82,6 +83,12 @@ def test_answers_that_are_null_are_dropped_and_empty_ones_trained_on() -> None:
     ]
 
 
+def test_tools_that_are_no_json() -> None:
+    layout = schema.layout({"columns": {**schema.COLUMNS, "tools": "tools"}})
+    rows = go(layout, pair(tools="[]"), pair(tools=""), pair(tools="f(x)"))
+    assert said(rows)[0] == ("error", "row 2: key `tools`: tools are no JSON")
+
+
 def test_key_that_no_row_has() -> None:
     rows = go(ALPACA, {"instuction": "q", "input": "", "output": "a"})
     assert rows.problems()[0].sentence() == (
@@ -95,15 +102,20 @@ def test_key_that_no_row_has() -> None:
     [
         (CHAT, talk("user", "assistant"), ""),
         (CHAT, talk("user", "assistant", "user", "assistant"), ""),
-        (OPENAI, talk("system", "user", "call", "tool", "tool", "assistant"), ""),
+        (OPENAI, talk("system", "user", "call", "tool", "tool", "assistant", call=CALL), ""),
         (CHAT, talk("assistant", "user"), "`assistant` speaks where a question (`user`) is due"),
         (CHAT, talk("user", "user", "assistant"), "`user` speaks where an answer (`assistant`) is due"),
         (CHAT, talk("user", "assistant", "user"), "the last question has no answer"),
         (CHAT, talk(), "there are no messages"),
+        (
+            CHAT,
+            {"messages": [{"content": "q"}, talk("user")["messages"][0]]},
+            "`null` speaks where a question (`user`) is due",
+        ),
     ],
 )
 def test_who_speaks_when(layout: schema.Layout, row: Any, reason: str) -> None:
-    assert roles.read_messages(row, layout, "sft").dropped == reason
+    assert roles.read_messages(row, layout).dropped == reason
 
 
 @pytest.mark.parametrize(
@@ -114,13 +126,19 @@ def test_who_speaks_when(layout: schema.Layout, row: Any, reason: str) -> None:
         (
             CHAT,
             talk("user", "assistant", user=None),
-            "key `messages`: `content` of message 0 is null, not a string",
+            "key `messages`: a message holds null where a string is expected",
         ),
         (OPENAI, talk("user", "bot"), "`bot` is none of the roles in `tags`"),
+        (OPENAI, talk("user", "call", call="f()"), "key `messages`: a call of a function is no JSON: `f()`"),
+        (
+            OPENAI,
+            talk("user", "call", call='[{"name": "f"}]'),
+            'key `messages`: a call of a function has no `name` and `arguments`: `[{"name": "f"}]`',
+        ),
     ],
 )
 def test_messages_that_stop_the_host(layout: schema.Layout, row: Any, reason: str) -> None:
-    assert roles.read_messages(row, layout, "sft").broken == reason
+    assert roles.read_messages(row, layout).broken == reason
 
 
 @pytest.mark.parametrize(
@@ -149,7 +167,7 @@ def test_tags_that_fit_are_printed(rows: list[Any], block: tuple[str, str, str])
 def test_tags_that_are_right_are_not_blamed_for_the_order() -> None:
     seen = go(CHAT, talk("assistant", "user"))
     assert roles.mismatch(seen.roles, seen.message_keys, CHAT) is None
-    seen = go(OPENAI, talk("user", "call"))
+    seen = go(OPENAI, talk("user", "call", call=CALL))
     assert roles.mismatch(seen.roles, seen.message_keys, OPENAI) is None
 
 
@@ -169,6 +187,42 @@ def test_preference_rows() -> None:
         ["`rejected` is null"],
         ["`chosen` is empty: the row trains on the end token alone"],
     )
+
+
+def test_pair_of_messages_that_stops_the_host() -> None:
+    layout = schema.layout(
+        {
+            "formatting": "sharegpt",
+            "ranking": True,
+            "columns": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"},
+            "tags": TAGS,
+        }
+    )
+    good = {"role": "assistant", "content": "a"}
+    rows = go(
+        layout,
+        {**talk("user"), "chosen": good, "rejected": good},
+        {**talk("user"), "chosen": good, "rejected": None},
+        {**talk("user"), "chosen": {"role": "bot", "content": "a"}, "rejected": {"role": "assistant"}},
+        stage="rm",
+    )
+    assert (rows.kept, [*rows.dropped.counts]) == (1, ["`rejected` is null"])
+    assert [*rows.wrong.counts] == [
+        "key `chosen`: `bot` is none of the roles in `tags`",
+        "key `rejected`: `content` is null, not a string",
+    ]
+
+
+def test_labelled_row_without_an_answer_stops_the_host() -> None:
+    """In the other stages it would be left out; stage kto pairs every row with its neighbour's answer."""
+    layout = schema.layout({"columns": {"prompt": "q", "response": "a", "kto_tag": "label"}})
+    sound = {"q": "q", "a": "a", "label": False}
+    rows = go(layout, {**sound, "a": None}, sound, stage="kto")
+    assert said(rows)[0] == ("error", "row 0: key `a`: null in a row with a label")
+    rows = go(layout, sound, {"q": "q", "a": None, "label": None}, sound, stage="kto")
+    assert said(rows)[0] == ("error", "row 1: it is left out, and stage kto stops at the row behind it")
+    rows = go(layout, sound, {"q": "q", "a": "a", "label": None}, sound, stage="kto")
+    assert [level for level, _ in said(rows)] == ["error", "warning"], "dropped, and labels of one kind"
 
 
 def test_labels_of_one_kind() -> None:

@@ -16,7 +16,13 @@ TARGETS = {"qwen2": TEXT, "qwen25vl": [*TEXT, "qkv"], "qwen3_5": [*TEXT, "in_pro
 
 def config(name: str = "qwen2", **changes: Any) -> OFTConfig:
     """An exact adapter with weights that rotate: entries of std 0.1."""
-    settings = {"r": 0, "oft_block_size": 16, "use_cayley_neumann": False, "init_weights": False}
+    settings = {
+        "r": 0,
+        "oft_block_size": 16,
+        "task_type": "CAUSAL_LM",
+        "use_cayley_neumann": False,
+        "init_weights": False,
+    }
     return OFTConfig(target_modules=TARGETS[name], **{**settings, **changes})
 
 
@@ -32,7 +38,7 @@ def with_peft(folder: Path, checkpointed: bool = False, **changes: Any) -> PeftM
 def with_ours(folder: Path, **changes: Any) -> tuple[PeftModel, SharedRotations]:
     """The same with shared rotations, and these."""
     model = with_peft(folder, **changes)
-    return model, substitute(model.get_base_model())
+    return model, substitute(model)
 
 
 def loss(model: PeftModel, **inputs: Any) -> torch.Tensor:

@@ -178,7 +178,7 @@ class Widths(nn.Module):
 
 
 def adapted(odd: int, size: int = 32) -> PeftModel:
-    return get_peft_model(Widths(odd), config(oft_block_size=size))
+    return get_peft_model(Widths(odd), config(oft_block_size=size, task_type=None))
 
 
 def test_block_sizes_are_said_where_peft_adjusts_them(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Lengths of whole data sets in tokens: counters of a fixed size that batches are added up in."""
