@@ -37,6 +37,7 @@ BUILT_IN = (
     "llamafactory_ascend.features.quantization",
     "llamafactory_ascend.features.data_loading",
     "llamafactory_ascend.features.data_checks",
+    "llamafactory_ascend.features.tokenized",
     "llamafactory_ascend.features.attention",
     "llamafactory_ascend.features.nan_guard",
     "llamafactory_ascend.features.oft_arguments",

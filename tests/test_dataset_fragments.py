@@ -44,13 +44,22 @@ def test_questions_about_ascend_have_an_answer_and_a_source_each(name: str, leas
         assert set(row) == {"instruction", "input", "output", "source"} and row["input"] == ""
         assert 8 <= len(row["instruction"]) <= 120 and 15 <= len(row["output"]) <= 400, row
         assert row["instruction"][-1] in "？?" and row["output"][-1] in "。.", row
-        assert all(SOURCE.search(part) for part in row["source"].split(" ; ") if "CANN samples" not in part), row
+        assert all(
+            SOURCE.search(part) for part in row["source"].split(" ; ") if "CANN samples" not in part
+        ), row
     english = sum(row["instruction"].isascii() for row in found)
     assert 1 <= english <= len(found) / 4
 
 
 def test_most_sources_are_of_those_who_make_the_software() -> None:
-    makers = ("hiascend.com", "docs.vllm.ai", "github.com/", "mindspore.cn", "gitcode.com/Ascend", "llamafactory")
+    makers = (
+        "hiascend.com",
+        "docs.vllm.ai",
+        "github.com/",
+        "mindspore.cn",
+        "gitcode.com/Ascend",
+        "llamafactory",
+    )
     found = [row["source"] for row in rows("ascend_qa")]
     others = [source for source in found if not any(maker in source for maker in makers)]
     assert len(others) <= 0.15 * len(found), others
@@ -97,7 +106,9 @@ def test_the_long_row_fills_a_batch_with_4096_tokens(assets: Path) -> None:
     assert [len(one["input_ids"]) for one in encoded] == [4096] * 8
     collate = SFTDataCollatorWith4DAttentionMask(template=template, pad_to_multiple_of=8, **loaded)
     batch = collate([encoded[0]])
-    assert batch["input_ids"].shape == (1, 4096) and batch["attention_mask"].all()
+    width = batch["input_ids"].shape[1]
+    assert width == 4104, "with a placeholder picture, which is masked"
+    assert batch["attention_mask"].nonzero()[:, 1].tolist() == list(range(4096))
     assert (batch["labels"] != -100).sum() > 4000
 
 

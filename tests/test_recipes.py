@@ -167,7 +167,9 @@ def test_the_reference_model_takes_the_steps_that_its_run_took() -> None:
     epoch = len(BatchSamplerShard(batches, num_processes=8, process_index=0))
     steps = epoch // recipe["gradient_accumulation_steps"]
     assert (steps, steps * recipe["num_train_epochs"]) == (825, 2475)
-    assert "6,598 rows" in TEXTS[REFERENCE] and "825 steps" in TEXTS[REFERENCE] and "2,475" in TEXTS[REFERENCE]
+    assert (
+        "6,598 rows" in TEXTS[REFERENCE] and "825 steps" in TEXTS[REFERENCE] and "2,475" in TEXTS[REFERENCE]
+    )
 
 
 def test_the_reference_recipe_keeps_the_best_checkpoint_and_stops(tmp_path: Path) -> None:
@@ -189,7 +191,9 @@ def test_deltanet_is_adapted_without_the_gates_that_vllm_cannot_serve(tmp_path: 
     attention = dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], 16)
     assert found == {**attention, **dict.fromkeys(["in_proj_qkv", "in_proj_z", "out_proj"], 48)}
     gates = {
-        module.out_features for path, module in model.named_modules() if path.endswith(("in_proj_a", "in_proj_b"))
+        module.out_features
+        for path, module in model.named_modules()
+        if path.endswith(("in_proj_a", "in_proj_b"))
     }
     assert gates == {48} and 48 // 8 < PARSED[name]["lora_rank"]
     assert "48 wide" in TEXTS[name] and "8 cards that is 6" in TEXTS[name]

@@ -2,7 +2,7 @@
 
 The host resumes from the folder with the highest number, so one half-written checkpoint stops every restart,
 after the model is loaded and with a bare FileNotFoundError. PEFT fills what an adapter file lacks with the
-values of a fresh adapter, without an error, and the host goes on with a fresh optimizer where a checkpoint has
+values of a fresh adapter, without an error; the host goes on with a fresh optimizer where a checkpoint has
 none. Of a file that was cut off it says what is wrong with it, not which one it is.
 """
 
@@ -91,9 +91,8 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
         message = f"{folder} has no {' and no '.join(missing)}: the optimizer would start afresh"
         if arguments.training.save_only_model:
             return [Finding("warning", "resume", f"{message}, as `save_only_model` has it")]
-        weights = f"to keep its weights alone: `adapter_name_or_path: {folder}` and another output_dir"
-        if not is_adapter(arguments):
-            weights = f"to keep its weights alone: `model_name_or_path: {folder}` and another output_dir"
+        key = "adapter_name_or_path" if is_adapter(arguments) else "model_name_or_path"
+        weights = f"to go on with its weights alone, `{key}: {folder}` and another output_dir"
         return [Finding("error", "resume", f"{message}; {another(folder)}; {weights}")]
     kind = given_adapters.of_folder(str(folder)).kind
     wanted = arguments.finetuning.finetuning_type

@@ -8,6 +8,7 @@ from llamafactory_ascend.checks.data.catalogue import Entry
 from llamafactory_ascend.checks.lengths.totals import Labels, Share, Totals
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.host.data import Encoder, Ids, TokenCounter, encode
+from llamafactory_ascend.host.quick_tokenizer import QuickTokenizer
 
 Item = tuple[int, int, Mapping[str, Any]]  # number of the data set, number of the row, row
 MEDIA = ("image", "video", "audio")
@@ -38,7 +39,7 @@ def load(recipe: Mapping[str, Any], stage: str) -> Encoder:
     except (OSError, ValueError, TypeError) as error:
         model, name = recipe.get("model_name_or_path"), recipe.get("template")
         raise AscendError(f"model {model} with template {name}: {' '.join(str(error).split())}") from None
-    return Encoder(data_args, template, loaded["tokenizer"], loaded["processor"])
+    return Encoder(data_args, template, QuickTokenizer(loaded["tokenizer"]), loaded["processor"])
 
 
 class BatchCounter:

@@ -21,11 +21,12 @@ def ascend_patches() -> list[Patch]:
         platform,
         sharding,
         targets,
+        tokenized,
         trainer,
     )
 
     early = (launching, arguments, adapters, model, kernels, checkpointing)
-    modules = (*early, collator, data, evaluation, loss, platform, sharding, targets, trainer)
+    modules = (*early, collator, data, evaluation, loss, platform, sharding, targets, tokenized, trainer)
     return [patch for module in modules for patch in module.PATCHES]
 
 

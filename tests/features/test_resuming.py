@@ -16,7 +16,7 @@ from tests.training import adapted
 
 
 def arguments(resume: Any, output_dir: str = "", **changes: Any) -> Arguments:
-    training = {"do_train": True, "fsdp": [], "deepspeed_plugin": None, **changes}
+    training = {"do_train": True, "fsdp": [], "deepspeed_plugin": None, "save_only_model": False, **changes}
     training |= {"resume_from_checkpoint": resume, "output_dir": output_dir}
     finetuning = SimpleNamespace(finetuning_type="lora")
     return Arguments(None, None, SimpleNamespace(**training), finetuning, None)
@@ -26,6 +26,8 @@ def checkpoints(folder: Path, *complete: int) -> None:
     for step in complete:
         (folder / f"checkpoint-{step}").mkdir()
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            torch.save({"step": step}, folder / f"checkpoint-{step}" / name)
 
 
 def test_a_checkpoint_that_was_cut_off_while_saving_is_refused_and_the_last_good_one_named(
@@ -53,6 +55,38 @@ def test_what_can_be_resumed_or_is_not_resumed_is_left_alone(tmp_path: Path) -> 
         arguments(True, str(tmp_path / "not made yet")),
     ):
         assert resuming.ascend_preflight(Run(), good) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_file_of_a_checkpoint_that_was_cut_off_is_named(tmp_path: Path, name: str, share: float) -> None:
+    """PyTorch says "failed finding central directory", the Trainer "Expecting value", and neither a file."""
+    checkpoints(tmp_path, 9, 10)
+    file = tmp_path / "checkpoint-10" / name
+    file.write_bytes(file.read_bytes()[: int(len(file.read_bytes()) * share)])
+    (finding,) = resuming.ascend_preflight(Run(), arguments(True, str(tmp_path)))
+    assert finding.level == "error" and "checkpoint-10 has " in finding.message and name in finding.message
+    assert finding.message.endswith(f"write `resume_from_checkpoint: {tmp_path}/checkpoint-9`")
+    (finding,) = resuming.ascend_preflight(Run(), arguments(str(file.parent), fsdp=["full_shard"])) or (None,)
+    assert (finding is None) is name.endswith((".pt", ".pth"))  # FSDP has files of its own
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_an_optimizer_that_would_start_afresh_is_an_error_unless_it_was_meant(
+    tmp_path: Path, name: str
+) -> None:
+    """The Trainer loads neither where one of the two is missing, and says nothing."""
+    checkpoints(tmp_path, 9, 10)
+    (tmp_path / "checkpoint-10" / name).unlink()
+    (finding,) = resuming.ascend_preflight(Run(), arguments(True, str(tmp_path)))
+    assert finding.level == "error"
+    assert finding.message.startswith(
+        f"{tmp_path}/checkpoint-10 has no {name}: the optimizer would start afresh; remove it, or write "
+        f"`resume_from_checkpoint: {tmp_path}/checkpoint-9`; to go on with its weights alone, "
+    )
+    (finding,) = resuming.ascend_preflight(Run(), arguments(True, str(tmp_path), save_only_model=True))
+    assert finding.level == "warning"
+    assert resuming.ascend_preflight(Run(), arguments(True, str(tmp_path), deepspeed_plugin=object())) == []
 
 
 def test_where_no_other_checkpoint_is_complete_there_is_one_way_on(tmp_path: Path) -> None:

@@ -114,6 +114,21 @@ def test_a_second_ctrl_c_is_for_torchrun(tmp_path: Path) -> None:
     assert (error.code, error.torchrun) == (130, 9) and (tmp_path / "agent").read_text() == "2 "
 
 
+@pytest.mark.parametrize(("rank", "saved"), [(SAVES, 2), (HANGS, 0)])
+def test_ranks_of_a_torchrun_that_was_killed_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: str, saved: int
+) -> None:
+    """Stock leaves them training, in an output_dir that the next launch finds free."""
+    monkeypatch.setattr(torchrun, "LAST", 2.0)
+    kills = "import os, threading\nthreading.Timer(3, os.kill, (os.getpid(), 9)).start()\n"
+    command = [sys.executable, "-c", kills + AGENT, str(tmp_path), rank, "0"]
+    assert torchrun.run(command, None) == -signal.SIGKILL
+    assert len(list(tmp_path.glob("saved-15-*"))) == saved
+    ranks = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("ready-*")]
+    assert len(ranks) == 2 and all(processes.born(pid) is None for pid in ranks)
+    assert capfd.readouterr().err.count("torchrun was killed by SIGKILL: its ranks save") == 1
+
+
 def test_an_end_of_its_own_is_passed_on(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code = "import os, sys; sys.exit(os.getsid(0) != os.getpid())"  # in a session of its own

@@ -1,0 +1,174 @@
+"""Shipped recipes through the stock command with tiny models: overrides make them small, the rest is theirs."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.conftest import SIMULATOR_MISSING
+from tests.running import BIN, environment
+
+DATA = Path(__file__).parent.parent / "dataset_info"
+QUESTION = "how many apples are in the basket"
+WORDS = 6  # that the merged model answers
+CPU = {"use_cpu": "true"}  # without it Transformers refuses bf16 on a CPU
+
+
+def command(
+    words: Sequence[str],
+    folder: Path,
+    changes: dict[str, Any],
+    ranks: int = 1,
+    npu: bool = False,
+    say: str = "",
+) -> str:
+    """Run ``llamafactory-cli WORDS KEY=VALUE...`` and return what it printed; it must end well."""
+    process = subprocess.run(
+        [str(BIN / "llamafactory-cli"), *words, *(f"{key}={value}" for key, value in changes.items())],
+        env=environment(ranks, npu),
+        input=say,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def best(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 27B recipe on two simulated NPUs, with a learning rate that makes it worse from the first step on."""
+    if SIMULATOR_MISSING:
+        pytest.skip(SIMULATOR_MISSING)
+    folder = tmp_path_factory.mktemp("best")
+    changes = {
+        "model_name_or_path": assets / "qwen3_5",
+        "dataset": "tiny",
+        "eval_dataset": "tiny",
+        "dataset_dir": assets / "data",
+        "output_dir": folder / "out",
+        "max_samples": 8,
+        "cutoff_len": 128,
+        "max_steps": 6,
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "early_stopping_steps": 1,
+        "ascend.kernels": "off",
+        "ascend.strict": "true",
+    }
+    command(["train", "ascend:qwen3_8_27b_lora_sft_fsdp2"], folder, changes, ranks=2, npu=True)
+    return folder / "out"
+
+
+def test_sharded_recipe_stops_early_and_leaves_the_best_adapter(best: Path) -> None:
+    state = json.loads((best / "trainer_state.json").read_text(encoding="utf-8"))
+    losses = {entry["step"]: entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry}
+    assert list(losses) == [1, 2] and losses[2] > losses[1], "stopped at 2 of 6"
+    assert Path(state["best_model_checkpoint"]).name == "checkpoint-1"
+    kept, first, second = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (best, best / "checkpoint-1", best / "checkpoint-2")
+    )
+    assert all(torch.equal(tensor, first[name]) for name, tensor in kept.items())
+    assert not all(torch.equal(tensor, second[name]) for name, tensor in kept.items())
+    report = json.loads((best / "ascend_report.json").read_text(encoding="utf-8"))
+    assert report["decisions"]["recipe"]["choice"] == "qwen3_8_27b_lora_sft_fsdp2"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Folders of the four steps, and what the chat printed."""
+
+    model: Path
+    cpt: Path
+    sft: Path
+    merged: Path
+    chat: str
+
+
+@pytest.fixture(scope="module")
+def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """Continued pre-training, fine-tuning of the same adapter, export, chat; shipped data, a tiny Qwen2."""
+    folder = tmp_path_factory.mktemp("chain")
+    model, cpt, sft, merged = assets / "qwen2", folder / "cpt", folder / "sft", folder / "merged"
+    small = {
+        **CPU,
+        "model_name_or_path": model,
+        "dataset_dir": DATA,
+        "max_samples": 8,
+        "cutoff_len": 128,
+        "max_steps": 2,
+        "learning_rate": "1e-3",
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "save_strategy": "'no'",
+        "ascend.strict": "true",
+    }
+    second = {"gradient_accumulation_steps": 1, "eval_strategy": "'no'", "eval_dataset": "null"}
+    command(["train", "ascend:qwen2_5_7b_lora_cpt"], folder, {**small, "output_dir": cpt})
+    command(
+        ["train", "ascend:qwen2_5_7b_lora_sft_after_cpt"],
+        folder,
+        {**small, **second, "adapter_name_or_path": cpt, "output_dir": sft},
+    )
+    command(
+        ["export", "ascend:qwen2_5_7b_lora_export"],
+        folder,
+        {"model_name_or_path": model, "adapter_name_or_path": sft, "export_dir": merged},
+    )
+    options = ["--model_name_or_path", str(merged), "--template", "qwen", "--do_sample", "false"]
+    said = command(["chat", *options, "--max_new_tokens", str(WORDS)], folder, {}, say=f"{QUESTION}\nexit\n")
+    return Chain(model, cpt, sft, merged, said)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_fine_tuning_goes_on_with_the_adapter_of_pre_training(chain: Chain) -> None:
+    """Not with another one: a new lora_A would be drawn anew, and stand at a right angle to the old one."""
+    before, after = adapter(chain.cpt), adapter(chain.sft)
+    assert before.keys() == after.keys() and len(before) == 2 * 7 * 4
+    assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
+    for name, tensor in before.items():
+        if "lora_A" in name:
+            assert torch.cosine_similarity(tensor.flatten(), after[name].flatten(), dim=0) > 0.95
+
+
+def test_export_is_the_model_with_the_last_adapter_in_it(chain: Chain) -> None:
+    base, merged = (load_file(folder / "model.safetensors") for folder in (chain.model, chain.merged))
+    config = json.loads((chain.sft / "adapter_config.json").read_text(encoding="utf-8"))
+    scale, tensors = config["lora_alpha"] / config["r"], adapter(chain.sft)
+    for path in ("layers.0.self_attn.q_proj", "layers.3.mlp.down_proj"):
+        low, high = (tensors[f"base_model.model.model.{path}.lora_{name}.weight"].float() for name in "AB")
+        weight, product = base[f"model.{path}.weight"].float(), scale * high @ low
+        found = merged[f"model.{path}.weight"].float() - weight
+        assert torch.linalg.norm(found - product) < 0.05 * torch.linalg.norm(product)
+    assert torch.equal(merged["model.norm.weight"].float(), base["model.norm.weight"].float())
+
+
+def test_chat_answers_as_the_exported_model_does(chain: Chain) -> None:
+    from llamafactory.data.template import get_template_and_fix_tokenizer
+    from llamafactory.hparams import DataArguments
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chain.merged)
+    model = transformers.AutoModelForCausalLM.from_pretrained(chain.merged, dtype="auto")
+    template = get_template_and_fix_tokenizer(tokenizer, DataArguments(template="qwen"))
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ""}]
+    prompt, _ = template.encode_oneturn(tokenizer, messages, None, None)
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=WORDS, do_sample=False)
+    answer = tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True).strip()
+    assert answer and answer in chain.chat.partition("Assistant:")[2]
