@@ -26,7 +26,8 @@ class Checks(TyperGroup):
     """A recipe may be named without the word `recipe`: `check train.yaml`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        words = ["recipe", *args] if args[0].endswith((".yaml", ".yml", ".json")) else args
+        named = args[0].startswith(check_recipe.SHIPPED) or args[0].endswith((".yaml", ".yml", ".json"))
+        words = ["recipe", *args] if named else args
         return super().resolve_command(ctx, words)
 
 

@@ -14,6 +14,8 @@ Examples:
 
   llamafactory-ascend check train.yaml
 
+  llamafactory-ascend check ascend:qwen2_5_7b_lora_sft
+
   llamafactory-ascend check recipe train.yaml cutoff_len=8192 ascend.strict=true
 
   NPROC_PER_NODE=8 llamafactory-ascend check train.yaml --json | jq .findings
@@ -23,12 +25,15 @@ Exit codes: 0 nothing speaks against it, 1 it would start with warnings, 2 it wo
 
 TIMEOUT = 600  # seconds; a cold import from a network disk takes minutes
 MARK = "[llamafactory-ascend] "
+SHIPPED = "ascend:"  # stands before the name of a recipe inside the package
 
 
 def recipe(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE", exists=True, dir_okay=False, help="A .yaml, .yml or .json file."),
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A .yaml, .yml or .json file, or ascend:NAME of a shipped one."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -40,7 +45,9 @@ def recipe(
 
     Nothing is written, no weights are read; the device is opened, as every training does first.
     """
-    verdict = examine([str(path), *(overrides or [])])
+    if not name.startswith(SHIPPED) and not Path(name).is_file():
+        raise typer.BadParameter(f"there is no file {name}", param_hint="RECIPE")
+    verdict = examine([name, *(overrides or [])])
     if as_json:
         typer.echo(json.dumps(verdict, ensure_ascii=False, indent=2))
     else:

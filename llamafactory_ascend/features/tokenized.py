@@ -4,7 +4,9 @@ The host reuses whatever lies at the path and says nothing when `cutoff_len`, th
 changed since. Beside what it saved, a file says with which settings; a training with others is refused.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import shlex
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamafactory_ascend import __version__
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import data_checks
 from llamafactory_ascend.hookspecs import hookimpl
@@ -42,7 +45,7 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "vocab.txt", "chat_template.jinja", "preprocessor_config.json",
     "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
-VERSIONS = ("llamafactory", "transformers", "tokenizers", "llamafactory-ascend-plugin")
+PACKAGES = ("llamafactory", "transformers", "tokenizers")  # their versions can change what a text comes to
 
 
 @dataclass(frozen=True)
@@ -161,12 +164,17 @@ def has_media(entries: Mapping[str, "Entry"]) -> bool:
     return any(one[kind] for one in columns for kind in schema.MEDIA)
 
 
-def record(run: "Run", versions: Mapping[str, str]) -> None:
-    """Write what the tokenized data of this run was made with beside it, in one go.
+def versions() -> dict[str, str]:
+    """Return package -> version of what tokenizes, and of the plugin."""
+    found = {"llamafactory-ascend-plugin": __version__}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
-    Args:
-        versions: package -> version, of which those that tokenize are kept.
-    """
+
+def record(run: "Run") -> None:
+    """Write what the tokenized data of this run was made with beside it, in one go."""
     arguments = run.arguments
     assert arguments is not None
     entries = entries_of(run, arguments)
@@ -178,7 +186,7 @@ def record(run: "Run", versions: Mapping[str, str]) -> None:
             "eval_dataset": arguments.data.eval_dataset or [],
             "data": {name: data_set_of(entry) for name, entry in entries.items()},
             "tokenizer": tokenizer_of(arguments.model),
-            "versions": {name: versions[name] for name in VERSIONS if name in versions},
+            "versions": versions(),
         },
         ensure_ascii=False,
         indent=2,
@@ -299,6 +307,15 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
         message = f"{folder} was made with other settings, and would be used as it is:{said}"
         raise AscendError(message, _hint(folder, changed))
     run.decide("tokenized_path", "reused", f"{folder} was made with the same settings and data")
+    now = versions()
+    others = [
+        f"{name} {version} (now {now.get(name, 'not installed')})"
+        for name, version in recorded["versions"].items()
+        if name in PACKAGES and version != now.get(name)
+    ]
+    if others:
+        message = f"{folder} was made by {', '.join(others)}; where they tokenize otherwise, {_again(folder)}"
+        return [Finding("warning", "tokenized_path", message)]
     return []
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from llamafactory_ascend import run
 from llamafactory_ascend.features import tokenized
-from llamafactory_ascend.host.versions import versions
 from llamafactory_ascend.patching import ANYTHING, Patch, Target
 
 
@@ -24,7 +23,7 @@ def get_dataset(
     now = run.current()
     saved = training_args.should_save and not reused and tokenized.holds_data(data_args.tokenized_path)
     if saved and now.arguments is not None and now.arguments.data is data_args:
-        now.attempt("the record of tokenized_path", tokenized.record, now, versions())
+        now.attempt("the record of tokenized_path", tokenized.record, now)
     return made
 
 

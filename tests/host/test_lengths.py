@@ -81,7 +81,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "sft", {"dataset": "chat,tiny", "template": "qwen3_nothink", "cutoff_len": 90}),
     ("qwen3", "sft", {"dataset": "chat", "template": "qwen3", "cutoff_len": 90, "mask_history": True}),
     ("qwen3", "sft", {"dataset": "chat", "template": "qwen", "cutoff_len": 300, "train_on_prompt": True}),
-    ("qwen3", "sft", {"dataset": "chat", "template": "baichuan", "cutoff_len": 120}),
+    ("qwen3", "sft", {"dataset": "chat", "template": "breeze", "cutoff_len": 120}),
     ("qwen25vl", "sft", {"dataset": "tiny_mm,tiny", "template": "qwen2_vl", "cutoff_len": 40}),
     ("qwen3", "rm", {"dataset": "tiny_dpo", "template": "qwen3_nothink", "cutoff_len": 40}),
     ("qwen3", "kto", {"dataset": "tiny_kto", "template": "qwen3_nothink", "cutoff_len": 40}),
