@@ -1,7 +1,7 @@
 """`data stats` against the host's own preprocessing: rows per second, and memory as the rows grow in number.
 
-See benchmarks/README.md. The rows are random English words from a fixed seed; template and tokenizer are those
-of a tiny Qwen3 of tests.assets. Both sides count in as many processes, one after the other, on this machine.
+See benchmarks/README.md. The rows are random English words from a fixed seed; template and tokenizer are
+those of a tiny Qwen3 of tests.assets. Both sides count in as many processes, one after the other.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def write_rows(folder: Path, count: int) -> None:
 def run(command: list[str], **environment: str) -> tuple[dict[str, Any], float]:
     """Run a command; return the JSON that ends its stdout, and its largest memory in MiB.
 
-    Memory is the sum of the proportional set sizes of the process and its children: what is shared counts
-    once.
+    Memory is the sum of the proportional set sizes of the process and its children, so that what they share
+    counts once, and of anonymous memory alone: pages of libraries count less where others use them too.
     """
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     peak = 0.0
@@ -88,17 +88,27 @@ def run(command: list[str], **environment: str) -> tuple[dict[str, Any], float]:
 
 
 def memory(parent: int) -> float:
-    """Return the MiB of a process and of all below it."""
-    total, waiting = 0.0, [parent]
-    while waiting:
-        process = Path(f"/proc/{waiting.pop()}")
+    """Return the MiB of anonymous memory of a process and all below; 0 where one began or ended meanwhile.
+
+    What a process shares with one that it starts would count twice between the two looks.
+    """
+    processes, total = family(parent), 0.0
+    for process in processes:
         with contextlib.suppress(OSError):
-            for line in (process / "smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss_Anon:"):
                     total += int(line.split()[1]) / 1024
-            for task in (process / "task").iterdir():
-                waiting += [int(child) for child in (task / "children").read_text().split()]
-    return total
+    return total if family(parent) == processes else 0.0
+
+
+def family(parent: int) -> list[int]:
+    """Return a process and all below it."""
+    found = [parent]
+    for process in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{process}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def measure(rows: int, workers: int, work: Path) -> dict[str, Any]:

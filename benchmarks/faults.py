@@ -2,17 +2,17 @@
 
     python benchmarks/faults.py [--only PATTERN] [--jobs 2] [--work FOLDER] [--patience FACTOR]
 
-A run has survived when the command ends in time, with the exit code and the message that name the cause, when
-no checkpoint that was saved is changed or broken, and when none of its processes goes on. Where a fault must not
-matter, the run has to complete. Devices are simulated. Progress goes to stderr, the table to stdout; the last
-line of stdout is JSON. The exit code is 1 where a fault is not survived.
+A run has survived when the command ends in time, with the exit code and the message that name the cause,
+when no checkpoint that was saved is changed or broken, and when none of its processes goes on. Where a fault
+must not matter, the run has to complete. Devices are simulated. Progress goes to stderr, the table to stdout;
+the last line of stdout is JSON. The exit code is 1 where a fault is not survived.
 """
 
 import argparse
 import json
-import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -62,6 +63,13 @@ def measure(faults: Sequence[Fault], work: Path, jobs: int, patience: float) -> 
             yield done.result()
 
 
+def hear_signals() -> None:
+    """Let runs hear what is ignored here (under nohup, behind a shell's `&`): programs inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Lay out what became of each run."""
     found = Table(
@@ -71,12 +79,12 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         fault = outcome.fault
         found.add_row(
             fault.name,
-            fault.how,
+            escape(fault.how),
             str(fault.ranks),
             "-" if outcome.code is None else str(outcome.code),
             f"{outcome.seconds:.0f}",
             f"[{COLOURS[outcome.state]}]{outcome.state}",
-            "; ".join(outcome.problems or fault.says).replace("[", r"\["),
+            escape("; ".join(outcome.problems or fault.says)),
         )
     return found
 
@@ -91,14 +99,15 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Injected faults, and what becomes of the run.")
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression for names")
-    parser.add_argument(
-        "--jobs", type=int, choices=(1, 2), default=min(2, os.cpu_count() or 1), help="runs at a time"
-    )
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="runs at a time (default: 2)")
     parser.add_argument(
         "--work", type=Path, help="folder for the runs, kept afterwards (default: a temporary one)"
     )
-    parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="multiplies every wait")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="FACTOR", help="multiplies every wait: a busy machine"
+    )
     given = parser.parse_args()
+    hear_signals()
     faults = chosen(given.only)
     if not faults:
         parser.error(f"no fault matches {given.only!r}")
@@ -110,11 +119,9 @@ def main() -> None:
         for outcome in measure(faults, work, given.jobs, given.patience):
             outcomes.append(outcome)
             progress.update(task, advance=1, description=outcome.fault.name)
-            if outcome.state != "survived":
-                colour = COLOURS[outcome.state]
-                progress.print(
-                    f"[{colour}]{outcome.state}[/] {outcome.fault.name}: {'; '.join(outcome.problems)}"
-                )
+            state = f"[{COLOURS[outcome.state]}]{outcome.state:12}[/]"
+            reason = escape("; ".join(outcome.problems))
+            progress.print(f"{state} {outcome.fault.name} {reason}", soft_wrap=True)
     outcomes.sort(key=lambda outcome: FAULTS.index(outcome.fault))
     Console(width=None if sys.stdout.isatty() else 170).print(table(outcomes))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

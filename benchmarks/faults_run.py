@@ -21,6 +21,8 @@ from llamafactory_ascend.checks.adapter import check
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 BIN = Path(sys.executable).parent
 MARK = "FAULTS_MARK"  # by which every process of a run is known, whoever its parent is by now
+ALL = (1, 2, 3, 4, 5)  # steps with a checkpoint where a run completes
+DONE = "llamafactory-ascend: completed"
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NPROC_PER_NODE")
 
 

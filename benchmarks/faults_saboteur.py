@@ -1,4 +1,4 @@
-"""What is done to a run from inside: a third party's plugin that reads SABOTAGE; ``faults_run.py`` installs it.
+"""What is done to a run from inside: a plugin that reads SABOTAGE; ``faults_run.py`` installs it.
 
 Almost everything happens in step 4 of a training that resumes behind step 2: two checkpoints of an earlier
 process and one of this process exist by then. SABOTAGE_RANK names the one rank that does it.
@@ -199,7 +199,7 @@ def ascend_trainer_callbacks(run: Any, trainer: Any) -> list[Any]:
                 trainer._save_optimizer_and_scheduler = fail(OSError(28, "No space left on device"))
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if KIND == "optimizer" and state.global_step == 2:  # where it allocates its state
+            if KIND == "optimizer":  # in the first step, where it allocates its state
                 starve()
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

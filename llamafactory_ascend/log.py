@@ -35,8 +35,12 @@ def _ready() -> logging.Logger:
 
 
 def rank() -> int:
-    """Return the global rank that the launcher gave this process, 0 when there is none or it is no number."""
-    text = os.environ.get("RANK", "")
+    """Return the global rank that the launcher gave this process, 0 when there is none or it is no number.
+
+    Whoever starts ranks sets LOCAL_RANK too. A RANK alone is of another program, or of the pod (Kubernetes'
+    PyTorchJob); Accelerate, and with it the training, does not read it either.
+    """
+    text = os.environ.get("RANK", "") if "LOCAL_RANK" in os.environ else ""
     return int(text) if text.isdigit() else 0
 
 

@@ -66,10 +66,15 @@ class Run:
     def find(self, level: Literal["note", "warning", "error"], subject: str, message: str) -> None:
         """Record a finding and say it unless it is a note; the same one is recorded and said once."""
         finding = Finding(level, subject, message)
-        if finding not in self.findings:
+        if self.record(finding) and level != "note":
+            log.warn(finding.sentence())
+
+    def record(self, finding: Finding) -> bool:
+        """Record a finding that something else says, as an error that is raised; False where it is known."""
+        known = finding in self.findings
+        if not known:
             self.findings.append(finding)
-            if level != "note":
-                log.warn(finding.sentence())
+        return not known
 
     def miss(self, feature: str, message: str, hint: str = "", consequence: str = "") -> None:
         """Something promised did not happen: an error where it was asked for, else a loud finding.

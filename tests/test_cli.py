@@ -74,7 +74,10 @@ def test_doctor_names_the_switch_of_torch() -> None:
 
 def test_doctor_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     broken = package(tmp_path, "torch", "raise OSError('libascend_hal.so: cannot open shared object file')")
-    code, found = doctor(broken)
+    code, found = doctor(broken, HCCL_IF_BASE_PORT="\udcff")
+    assert {"HCCL_IF_BASE_PORT": "\udcff"}.items() <= {
+        v["name"]: v["value"] for v in found["variables"]
+    }.items()
     assert code == 2 and found["device"] is None and found["patches"] == []
     (error,) = messages(found, "error")
     assert error.startswith(
@@ -160,7 +163,11 @@ def test_torch_npu_without_cann_gets_the_hint_that_helps() -> None:
 def test_text_of_doctor_ends_with_the_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = package(tmp_path, "torch", "raise OSError('no driver')")
     monkeypatch.setenv("PYTHONPATH", str(broken))
+    monkeypatch.setenv(
+        "HCCL_IF_BASE_PORT", "\udcff\x1b[31m" + "x" * 20_000
+    )  # a byte that is no text, a colour
     result = CliRunner().invoke(app, ["doctor"])
+    assert "\\udcff\\x1b[31mxxx" in result.stdout and "(20,006 characters)" in result.stdout
     assert result.exit_code == 2
     assert "device" in result.stdout and "unknown: torch cannot be imported" in result.stdout
     assert result.stdout.endswith("broken: see the errors above\n")

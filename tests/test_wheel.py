@@ -63,7 +63,7 @@ def test_installed_wheel_reads_its_recipes_and_data(python: str, tmp_path: Path)
         "vertical_cpt_demo": 90,
         "product_attributes": 320,
         "product_attributes_eval": 80,
-        "ascend_qa": 96,
+        "ascend_qa": 98,
         "ascend_qa_eval": 12,
         "long_demo": 1,
     }

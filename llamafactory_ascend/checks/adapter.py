@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ class AdapterCheck:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON; without an error of rotations where there are none to judge."""
         found = asdict(self)
+        if self.orthogonality_error is not None and math.isnan(self.orthogonality_error):
+            found["orthogonality_error"] = "NaN"  # which JSON lacks
         return {
             key: value for key, value in found.items() if key != "orthogonality_error" or value is not None
         }
@@ -77,7 +80,7 @@ def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bo
         problems += value_problems
         if config.get("peft_type") == "OFT" and expected is None and not problems:
             error, key = orthogonality(file, config)
-            if error > ORTHOGONAL:
+            if not error <= ORTHOGONAL:
                 warnings.append(not_orthogonal(error, key))
     size = file.stat().st_size if file.is_file() else 0
     digest = sha256(file) if size else ""
@@ -87,7 +90,7 @@ def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bo
 
 
 def orthogonality(file: Path, config: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the largest error of the rotations in an OFT adapter's file, and the key it belongs to."""
+    """Return the largest error of the rotations in an OFT adapter's file, and the key; NaN is above all."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as weights:
@@ -96,7 +99,8 @@ def orthogonality(file: Path, config: Mapping[str, Any]) -> tuple[float, str]:
             for key in weights.keys()  # noqa: SIM118 - it has no __iter__
             if (match := shapes_of.TENSOR.fullmatch(key)) and match["kind"] == "oft_R"
         }
-    return max(((error, key) for key, error in found.items()), default=(0.0, ""))
+    worst = max(found, key=lambda key: (math.isnan(found[key]), found[key]), default="")
+    return found.get(worst, 0.0), worst
 
 
 def not_orthogonal(error: float, key: str) -> str:

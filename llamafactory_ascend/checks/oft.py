@@ -106,6 +106,8 @@ def _other_blocks(blocks: int, block: int, config: Mapping[str, Any]) -> Iterato
 def orthogonality_error(weight: "Tensor", config: Mapping[str, Any]) -> float:
     """Return the largest ``||R R' - I|| / ||I||`` of the blocks of one ``oft_R``, in Frobenius norms.
 
+    NaN where a rotation cannot be told: of weights that are no numbers, or beyond what `cayley` provides for.
+
     Args:
         weight: (blocks, n(n-1)/2), as the file holds it.
         config: adapter_config.json; ``use_cayley_neumann`` and ``num_cayley_neumann_terms`` say how.
@@ -115,11 +117,12 @@ def orthogonality_error(weight: "Tensor", config: Mapping[str, Any]) -> float:
     from llamafactory_ascend.features.oft import cayley
 
     n = block_size(weight.shape[1]) or 1
-    worst = 0.0
+    errors = []
     for part in torch.split(weight.float(), max(1, ELEMENTS_AT_ONCE // (n * n))):
         if config.get("use_cayley_neumann", True):
             rotation = cayley.series(part, int(config.get("num_cayley_neumann_terms", 5)))
         else:
             rotation = cayley.cayley(part)
-        worst = max(worst, float(cayley.orthogonality_error(rotation).max()))
-    return worst
+            rotation[cayley.too_wide(part)] = torch.nan
+        errors.append(cayley.orthogonality_error(rotation))
+    return float(torch.cat(errors).max())  # torch's max is NaN where one of them is, Python's may not be

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from llamafactory_ascend.cli.stages import read
+
 EPILOG = """
 Examples:
 
@@ -49,7 +51,7 @@ def recipe(
         raise typer.BadParameter(f"there is no file {name}", param_hint="RECIPE")
     verdict = examine([name, *(overrides or [])])
     if as_json:
-        typer.echo(json.dumps(verdict, ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(verdict, indent=2))  # ASCII: a path may be no text in any encoding
     else:
         show(verdict)
     raise typer.Exit(verdict["exit_code"])
@@ -66,13 +68,18 @@ def examine(words: list[str]) -> dict[str, Any]:
         command = [sys.executable, "-P", "-m", "llamafactory_ascend.host.preflight", str(log), *words]
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TIMEOUT,
             )
             code, stderr = done.returncode, done.stderr
         except subprocess.TimeoutExpired as expired:
             code, stderr = None, (expired.stderr or b"").decode(errors="replace")
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return judge([json.loads(line) for line in lines], code, stderr)
+        stages = read(log)
+    return judge(stages, code, stderr)
 
 
 def judge(stages: list[dict[str, Any]], code: int | None, stderr: str) -> dict[str, Any]:
@@ -106,8 +113,11 @@ def _cause(error: str, stderr: str) -> str:
     """Return the message of a refusal; one that ended the process printed it instead of raising it."""
     kind, _, message = error.partition(": ")
     if kind == "SystemExit":
-        lines = [line.removeprefix(MARK) for line in stderr.splitlines() if line.startswith(MARK)]
-        return "\n".join(lines) or error
+        lines = stderr.splitlines() or [error]
+        said = [number for number, line in enumerate(lines) if line.startswith(MARK)]
+        if not said or ": error: " in lines[-1]:  # of argparse, below its long usage
+            return lines[-1]
+        return "\n".join(lines[said[-1] :]).removeprefix(MARK)  # with its `next:`; warnings come before it
     return message if kind == "AscendError" else error
 
 

@@ -7,6 +7,7 @@ from llamafactory_ascend.cli.diagnosis import Finding
 
 # Those whose own requirements say what fits; the fork of the host's next release asks for forks of its own.
 DEMANDING = ("llamafactory", "llamafactory-ascend-plugin")
+UNKNOWN = "of unknown version"
 OLDEST_FLA = "0.5.2"  # the first with forward and backward for Ascend
 
 
@@ -28,7 +29,23 @@ def judge(versions: Mapping[str, str], required: Mapping[str, Sequence[str]]) ->
         versions: distribution -> installed version; those that are not installed are left out.
         required: distribution -> its requirements (PEP 508).
     """
-    return [*_required(versions, required), *(f for rule in RULES for f in rule(versions))]
+    known = {name: version for name, version in versions.items() if _is_version(version)}
+    broken = [_unknown(name) for name in versions if name not in known]
+    return [*broken, *_required(known, required), *(f for rule in RULES for f in rule(known))]
+
+
+def _is_version(text: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
+
+
+def _unknown(name: str) -> Finding:
+    message = "its version cannot be read, so whether it fits is not known; an installation was interrupted"
+    return Finding("warning", name, message, f"pip install --force-reinstall --no-deps {name}")
 
 
 def _required(versions: Mapping[str, str], required: Mapping[str, Sequence[str]]) -> Iterator[Finding]:

@@ -21,7 +21,9 @@ Exit codes: 0 made, 2 nothing was written: no such data set, or something is the
 
 
 def make(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="product_attributes, vertical_demo, ascend_qa...")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="product_attributes, vertical_demo, ascend_qa...")
+    ],
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to; parents are made, nothing is replaced.")
     ],

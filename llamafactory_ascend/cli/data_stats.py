@@ -1,4 +1,4 @@
-"""``llamafactory-ascend data stats``: how long the rows of a training are, and what `cutoff_len` makes of them."""
+"""``llamafactory-ascend data stats``: how long the rows of a training are, and what `cutoff_len` leaves."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llamafactory_ascend.cli import data_histogram, data_workers
+from llamafactory_ascend.cli import data_files, data_histogram, data_workers
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -74,13 +74,14 @@ def stats(
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """Count the tokens of every row as the host's preprocessing would, and what is cut, packed and trained on.
+    """Count the tokens of every row as the host's preprocessing would: what is cut, packed, trained on.
 
     Rows stream through: memory does not grow with their number. Evaluation sets are not counted.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        check_target(plot, force)
+        if plot is not None:
+            data_files.check_target(plot, force)
         options = {
             "model_name_or_path": model,
             "template": template,
@@ -108,22 +109,6 @@ def stats(
         if plot is not None:
             typer.echo(f"drawn: {plot}")
     raise typer.Exit(1 if totals.dropped or totals.failed else 0)
-
-
-def check_target(file: Path | None, force: bool) -> None:
-    """Refuse a file that is there, or whose folder is not, before anything is counted.
-
-    Raises:
-        AscendError: as said.
-    """
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise AscendError(f"there is no folder {file.parent.resolve()}", f"mkdir -p {file.parent}")
-    if file.is_dir():
-        raise AscendError(f"{file} is a folder", "name a file in it")
-    if file.exists() and not force:
-        raise AscendError(f"{file} exists; nothing was written", "--force overwrites it")
 
 
 def prepare(what: list[str], options: dict[str, Any]) -> Job:
@@ -300,9 +285,11 @@ def lines(figures: dict[str, Any], totals: "Totals") -> Iterator[str]:
     longest = figures["percentiles"]["max"]
     yield f"tokens of a row: mean {figures['mean']:,}; {sizes}; max {longest:,} ({figures['longest_row']})"
     yield f"tokens: {_kept(figures['tokens'], figures['tokens_kept'])}"
-    yield f"cut by cutoff_len {cutoff:,}: {figures['over_cutoff']:,} rows ({_percent(figures['over_cutoff'], rows)})"
+    over = figures["over_cutoff"]
+    yield f"cut by cutoff_len {cutoff:,}: {over:,} rows ({_percent(over, rows)})"
     keeps = ", ".join(
-        f"{part} of the rows {size:,}" for part, size in figures["cutoff_len_that_keeps"].items()
+        f"{part.replace('%', ' %')} of the rows {size:,}"
+        for part, size in figures["cutoff_len_that_keeps"].items()
     )
     yield f"cutoff_len that keeps whole: {keeps}"
     yield f"trained on: {_kept(figures['supervised']['total'], figures['supervised']['kept'])}"

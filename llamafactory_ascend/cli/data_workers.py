@@ -1,11 +1,12 @@
 """A function over batches in several processes: results in order, few batches in memory, an end to Ctrl-C."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def spread(function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int) -> Iterator[Result]:
+def spread(function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int) -> Generator[Result]:
     """Yield ``function(batch)`` of every batch, in their order.
 
     The workers are forks of this process: the function travels as it is, with the tokenizer it holds.
@@ -36,6 +37,8 @@ def spread(function: Callable[[Batch], Result], batches: Iterable[Batch], worker
         yield from map(function, batches)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    gc.collect()
+    gc.freeze()  # a collection in a worker would copy every page that it shares with this process
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, _begin, (function,))
     waiting: deque[Future[Result]] = deque()

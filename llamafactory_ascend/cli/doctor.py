@@ -15,7 +15,9 @@ import typer
 
 from llamafactory_ascend import __version__
 from llamafactory_ascend.cli import compatibility, imports, machine, variables
+from llamafactory_ascend.cli.compatibility import UNKNOWN
 from llamafactory_ascend.cli.diagnosis import Diagnosis, Probe, Surroundings, judge
+from llamafactory_ascend.cli.stages import read
 
 EPILOG = """
 Examples:
@@ -48,7 +50,7 @@ def doctor(
     """
     diagnosis = examine()
     if as_json:
-        typer.echo(json.dumps(diagnosis.as_dict(), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))  # ASCII: a value may be no text at all
     else:
         show(diagnosis)
     raise typer.Exit(int(diagnosis.exit_code))
@@ -79,9 +81,10 @@ def _distributions() -> dict[str, str]:
     found = {"python": platform.python_version(), "llamafactory-ascend-plugin": __version__}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        found[name] = version or UNKNOWN  # what an interrupted pip leaves has no metadata
     return found
 
 
@@ -93,13 +96,18 @@ def _probe() -> Probe:
         code: int | None = None
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TIMEOUT,
             )
             code, stderr = done.returncode, done.stderr
         except subprocess.TimeoutExpired as expired:
             stderr = (expired.stderr or b"").decode(errors="replace")
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return Probe([json.loads(line) for line in lines], code, stderr)
+        stages = read(path)
+    return Probe(stages, code, stderr)
 
 
 def show(diagnosis: Diagnosis) -> None:
@@ -139,7 +147,7 @@ def show(diagnosis: Diagnosis) -> None:
         for column in ("variable", "value", "set by"):
             table.add_column(column, overflow="fold")
         for variable in diagnosis.variables:
-            table.add_row(escape(variable.name), escape(variable.value), escape(variable.setter))
+            table.add_row(escape(variable.name), escape(variables.shown(variable.value)), variable.setter)
         console.print(table)
 
     colour = {"error": "red", "warning": "yellow", "note": "cyan"}

@@ -49,7 +49,8 @@ def _import(name: str) -> str:
             [sys.executable, "-P", "-c", f"import {name}"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:

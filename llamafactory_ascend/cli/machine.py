@@ -1,5 +1,6 @@
 """The machine under torch: device nodes, driver, CANN and ``npu-smi``, read from the file system alone."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 DRIVER = "usr/local/Ascend/driver"
 TOOLKITS = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")
 SOURCED = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+MARKS = (".dockerenv", "run/.containerenv")  # of Docker, of Podman; containerd leaves none
 VERSION = re.compile(r"^\s*version\s*[=:]\s*\[?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
 TIMEOUT = 30  # seconds; npu-smi hangs where the driver does
 
@@ -55,26 +57,35 @@ def look(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
     nodes.sort(key=lambda path: int(path.name[7:]))
     named = next((environment[name] for name in SOURCED if environment.get(name)), "")
     toolkits = [Path(named)] if named else [root / folder for folder in TOOLKITS]
-    toolkit = next((folder for folder in toolkits if folder.is_dir()), None)
+    toolkit = next((folder for folder in toolkits if _is_there(folder)), None)
     smi, problem = ask_npu_smi(environment) if nodes else (None, "")
     return Machine(
         devices=tuple(map(str, nodes)),
         closed=tuple(str(path) for path in nodes if not os.access(path, os.R_OK | os.W_OK)),
-        managers=tuple(name for name in MANAGERS if (root / "dev" / name).exists()),
-        driver=_version(root / DRIVER, "version.info") if (root / DRIVER).is_dir() else None,
+        managers=tuple(name for name in MANAGERS if _is_there(root / "dev" / name)),
+        driver=_version(root / DRIVER, "version.info") if _is_there(root / DRIVER) else None,
         toolkit=str(toolkit or ""),
         cann=_version(toolkit, "version.cfg", "*/ascend_toolkit_install.info") if toolkit else "",
         sourced=bool(named),
-        container=(root / ".dockerenv").exists() or (root / "run/.containerenv").exists(),
+        container="KUBERNETES_SERVICE_HOST" in environment or any(_is_there(root / name) for name in MARKS),
         smi=smi,
         smi_problem=problem,
     )
 
 
+def _is_there(path: Path) -> bool:
+    """True for what this user can see; what lies in another's home cannot be asked for, and raises."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
+
+
 def _version(folder: Path, *patterns: str) -> str:
+    """Return the version, "" where it is not said, or not to this user: the driver's files have a group."""
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
-        if found := VERSION.search(path.read_text(encoding="utf-8", errors="replace")):
-            return found[1]
+        with contextlib.suppress(OSError):
+            if found := VERSION.search(path.read_text(encoding="utf-8", errors="replace")):
+                return found[1]
     return ""
 
 
@@ -88,7 +99,9 @@ def ask_npu_smi(environment: Mapping[str, str]) -> tuple[Smi | None, str]:
     if command is None:
         return None, "npu-smi is not there"
     try:
-        done = subprocess.run([command, "info"], capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(
+            [command, "info"], capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired:
         return None, f"npu-smi did not answer within {TIMEOUT} s: the driver hangs"
     except OSError as error:
@@ -160,20 +173,26 @@ def _software(machine: Machine) -> list[Finding]:
 def _cards(machine: Machine) -> list[Finding]:
     if machine.smi is None:
         return [Finding("note", "npu-smi", machine.smi_problem)] if machine.smi_problem else []
+    several = any(chip.index for chip in machine.smi.chips)  # chips on a card
+
+    def named(number: int, index: int) -> str:
+        return f"NPU {number}" + (f" chip {index}" if several else "")
+
     found = [
         Finding(
             "warning",
-            f"NPU {chip.number}",
+            named(chip.number, chip.index),
             f"its health is {chip.health}",
-            f"npu-smi info -t health -i {chip.number}",
+            f"npu-smi info -t health -i {chip.number}" + (f" -c {chip.index}" if several else ""),
         )
         for chip in machine.smi.chips
         if chip.health.upper() != "OK"
     ]
     for process in machine.smi.processes:
         message = f"used by process {process.pid} ({process.name}), {process.megabytes} MB"
-        hint = "end it, or leave this card out with ASCEND_RT_VISIBLE_DEVICES"
-        found.append(Finding("warning", f"NPU {process.chip}", message, hint))
+        device = machine.smi.device(process.number, process.index)
+        hint = f"end it, or leave device {device} out with ASCEND_RT_VISIBLE_DEVICES"
+        found.append(Finding("warning", named(process.number, process.index), message, hint))
     if not machine.smi.chips:
         found.append(Finding("note", "npu-smi", "it printed no card in a form this version can read"))
     return found

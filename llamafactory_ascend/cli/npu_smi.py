@@ -6,10 +6,13 @@ from dataclasses import dataclass
 # | 0     910B3               | OK            | 95.2        48                0    / 0             |
 CHIP = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]\w*)\s*\|")
 # | 0                         | 0000:C1:00.0  | 0           0    / 0          3389 / 65536         |
-BUS = re.compile(r"\|[\d\s]+\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+\s*\|(?P<usage>[^|]*)\|")
+# | 1     3                   | 0000:9F:00.0  | ...   of two chips on a card: its index there, its device
+BUS = re.compile(
+    r"\|\s*(?P<index>\d+)(?:\s+(?P<device>\d+))?\s*\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+\s*\|(?P<usage>[^|]*)\|"
+)
 USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
 # | 2       0                 | 12345         | python                   | 3000                    |
-PROCESS = re.compile(r"\|\s*(\d+)\s+\d+\s*\|\s*(\d+)\s*\|\s*(\S[^|]*?)\s*\|\s*(\d+)\s*\|")
+PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S[^|]*?)\s*\|\s*(\d+)\s*\|")
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,9 @@ class Chip:
     """One NPU.
 
     Attributes:
-        number: its logical id.
+        number: of its card.
+        index: on its card, which can hold two.
+        device: what ASCEND_RT_VISIBLE_DEVICES calls it.
         name: e.g. "910B3".
         health: "OK", "Warning", "Alarm", "Critical", "UNKNOWN".
         used: MB of its memory in use.
@@ -25,6 +30,8 @@ class Chip:
     """
 
     number: int
+    index: int
+    device: int
     name: str
     health: str
     used: int
@@ -35,7 +42,8 @@ class Chip:
 class Process:
     """A process on an NPU; in a container its id is the one of the host, or 0."""
 
-    chip: int
+    number: int
+    index: int
     pid: int
     name: str
     megabytes: int
@@ -48,6 +56,11 @@ class Smi:
     chips: tuple[Chip, ...]
     processes: tuple[Process, ...]
 
+    def device(self, number: int, index: int) -> int:
+        """Return what ASCEND_RT_VISIBLE_DEVICES calls a chip of a card."""
+        known = {(chip.number, chip.index): chip.device for chip in self.chips}
+        return known.get((number, index), number)
+
 
 def parse(text: str) -> Smi:
     """Read the table that ``npu-smi info`` prints; lines of an unknown form are passed over."""
@@ -56,14 +69,16 @@ def parse(text: str) -> Smi:
     head: tuple[str, ...] | None = None
     for line in text.splitlines():
         if found := PROCESS.match(line):
-            chip, pid, name, megabytes = found.groups()
-            processes.append(Process(int(chip), int(pid), name, int(megabytes)))
+            number, index, pid, name, megabytes = found.groups()
+            processes.append(Process(int(number), int(index), int(pid), name, int(megabytes)))
         elif found := CHIP.match(line):
             head = found.groups()
         elif head and (found := BUS.match(line)):
             # The last pair is the memory a training uses: HBM where there is some, else the chip's DDR.
             pairs = USAGE.findall(found["usage"]) or [("0", "0")]
             number, name, health = head
-            chips.append(Chip(int(number), name, health, *(int(size) for size in pairs[-1])))
+            index, device = int(found["index"]), int(found["device"] or number)
+            used, total = (int(size) for size in pairs[-1])
+            chips.append(Chip(int(number), index, device, name, health, used, total))
             head = None
     return Smi(tuple(chips), tuple(processes))

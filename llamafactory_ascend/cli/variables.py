@@ -11,6 +11,7 @@ NAMES = (
 )  # fmt: skip
 # set_env.sh of CANN exports these; whoever sets them by hand means the same.
 OF_CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH")
+LONGEST = 300  # characters of a value in a table
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,14 @@ class Variable:
     name: str
     value: str
     setter: str
+
+
+def shown(value: str) -> str:
+    """Return a value for a table: the beginning of a long one, nothing that cannot be printed."""
+    text = "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in value[:LONGEST]
+    )
+    return text if len(value) <= LONGEST else f"{text}... ({len(value):,} characters)"
 
 
 def collect(environment: Mapping[str, str], defaults: Mapping[str, str]) -> list[Variable]:

@@ -25,12 +25,19 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
         self.run, self.expected, self.trained = run, expected, False
         self.pending: Path | None = None
         self.due = False  # a checkpoint was written, by this rank or by another
+        self.scale = 0.0  # of the gradient scaler before the step
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if not self.trained:
+            self.scale = scale_of(optimizer)
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         # A warm-up starts at 0, and a gradient scaler skips steps whose gradients overflow.
-        if not self.trained and optimizer is not None and not getattr(optimizer, "step_was_skipped", False):
+        if not self.trained and optimizer is not None and not was_skipped(optimizer, self.scale):
             self.trained = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -76,3 +83,21 @@ class AdapterProof(TrainerCallback):  # type: ignore[misc]
         for problem in result.problems:
             self.run.find("error", "adapter", f"{folder.name}: {problem}")
         return (str(folder), list(result.problems)) if result.problems else None
+
+
+def scale_of(optimizer: Any) -> float:
+    """Return the factor of the gradient scaler beside an optimizer of Accelerate, 0 where there is none."""
+    scaler = getattr(optimizer, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
+
+
+def was_skipped(optimizer: Any, scale: float) -> bool:
+    """True where a gradient scaler has left a step out, because gradients overflowed in float16.
+
+    Accelerate's own flag knows DeepSpeed's scaler, but not torch's beside a fused optimizer (the Trainer's
+    default): that one is called in any case and leaves the step out itself. The scale falls with each of them.
+
+    Args:
+        scale: before the step.
+    """
+    return bool(getattr(optimizer, "step_was_skipped", False)) or scale_of(optimizer) < scale

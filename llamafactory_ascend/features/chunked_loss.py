@@ -1,7 +1,7 @@
 """A language model whose loss is computed without its logits, where nobody but the loss wants them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from llamafactory_ascend.kernels.linear_cross_entropy import linear_cross_entropy
 
+OWNER = "ascend_chunked_loss"  # attribute of the model and of its head
 
 class ChunkedLoss:
     """Stands between a model's head and its loss function.
@@ -19,6 +20,9 @@ class ChunkedLoss:
     called for its loss alone, its head passes the hidden states on and its loss function applies the head to
     them chunk by chunk. The model's own forward is not copied, so what it does before and after (auxiliary
     losses, shifting, counts of tokens) stays its own.
+
+    What is put into the model finds its ChunkedLoss through the module that it is called for, so that a copy of
+    the model has one of its own; a model that is pickled comes back as stock made it.
 
     Attributes:
         calls: of the chunked loss.
@@ -29,38 +33,49 @@ class ChunkedLoss:
         self.model: Any = model
         self.calls = 0
         self.loss_only = False
-        self._wanted = False
+        self.wanted = False  # the model is being called for its loss alone
+        self.passed = False  # the head has passed the hidden states on
         self._stock_loss: Any = self.model.loss_function
-        self._put()
-
-    def _put(self) -> None:
-        stock_forward = type(self.model).forward
-        head = self.model.lm_head
-
-        # No hook, because PEFT calls `forward` itself; wrapped, because the Trainer reads its signature.
-        @functools.wraps(stock_forward)
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._wanted = kwargs.get("labels") is not None and (model.training or self.loss_only)
-            try:
-                output = stock_forward(model, *args, **kwargs)
-            finally:
-                wanted, self._wanted = self._wanted, False
-            # What stands for the logits are hidden states: nobody may take them for logits.
-            return without_logits(output) if wanted else output
-
-        def apply_head(module: nn.Linear, hidden: Tensor) -> Tensor:
-            return hidden if self._wanted else F.linear(hidden, module.weight)
-
-        self.model.forward = MethodType(forward, self.model)
+        for module, replacement in (
+            (self.model, _chunked(type(self.model).forward)),
+            (self.model.lm_head, _passing(nn.Linear.forward)),
+        ):
+            setattr(module, OWNER, self)
+            module.forward = MethodType(replacement, module)
         self.model.loss_function = self._loss
-        head.forward = MethodType(apply_head, head)
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._wanted:
+        if not self.passed:  # a head that was put in later, by a resized vocabulary, has made logits
             found: Tensor = self._stock_loss(logits, labels, vocab_size, *args, **kwargs)
             return found
         self.calls += 1
         return causal_lm_loss(logits, self.model.lm_head.weight, labels, *args, **kwargs)
+
+
+def _chunked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # No hook, because PEFT calls `forward` itself; wrapped, because the Trainer reads its signature.
+    @functools.wraps(stock)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss: ChunkedLoss = getattr(model, OWNER)
+        loss.wanted = kwargs.get("labels") is not None and (model.training or loss.loss_only)
+        try:
+            output = stock(model, *args, **kwargs)
+        finally:
+            passed, loss.wanted, loss.passed = loss.passed, False, False
+        # What stands for the logits are hidden states: nobody may take them for logits.
+        return without_logits(output) if passed else output
+
+    return forward
+
+
+def _passing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def forward(head: Any, hidden: Tensor) -> Tensor:
+        loss: ChunkedLoss = getattr(head, OWNER)
+        loss.passed = loss.wanted
+        return hidden if loss.passed else F.linear(hidden, head.weight)
+
+    return forward
 
 
 def causal_lm_loss(

@@ -12,6 +12,7 @@ from llamafactory_ascend.checks.data.catalogue import INFO, Catalogue, Entry
 from llamafactory_ascend.checks.data.check import Request, SetCheck, check
 from llamafactory_ascend.checks.data.leaks import Leaks
 from llamafactory_ascend.checks.data.problem import Limits, Problem
+from llamafactory_ascend.features.evaluation import judge_early
 from llamafactory_ascend.hookspecs import hookimpl
 from llamafactory_ascend.run import Finding
 
@@ -82,6 +83,8 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
         reason = f"{how}, {verdict.seconds:.1f} s of at most {run.settings.data.seconds:g} s for all sets"
         run.decide(f"data.{verdict.name}.checked", f"{verdict.rows} rows", reason)
         findings += [_finding(verdict.name, problem) for problem in verdict.problems]
+    counted = {verdict.name: verdict.rows for verdict in verdicts if verdict.complete}
+    findings += judge_early(arguments, counted)
     return findings + [Finding(problem.level, "eval_dataset", problem.sentence()) for problem in leaks]
 
 

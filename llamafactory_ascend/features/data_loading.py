@@ -8,6 +8,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from llamafactory_ascend.features import devices
 from llamafactory_ascend.hookspecs import hookimpl
 from llamafactory_ascend.run import Finding
 
@@ -46,7 +47,7 @@ def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
         run.decide(PIN, "false", f"the default on an NPU: {UNSAFE}")
     else:
         run.decide(PIN, str(training.dataloader_pin_memory).lower(), "set in the recipe")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = devices.local_ranks(os.environ)
     if training.dataloader_num_workers and not data.streaming:  # the number orders the rows of a stream
         useful = cap(training.dataloader_num_workers, cores(), ranks)
         reason = f"{ranks} ranks share {cores()} cores; workers are forked and stay off the device"

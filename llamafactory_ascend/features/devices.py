@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from llamafactory_ascend.run import Arguments, Run
 
 ON = {"true", "y", "1"}  # as the host reads its switches
+COUNTED = {
+    "auto",
+    "cpu",
+    "gpu",
+    "xpu",
+}  # what torchrun takes in the place of a number
+
+
+def number(text: str) -> int:
+    """Return the number that a variable of torchrun holds, 1 where it is unset or none."""
+    return int(text) if text.isdecimal() else 1
+
+
+def local_ranks(environment: Mapping[str, str]) -> int:
+    """Return how many ranks this node has."""
+    return number(environment.get("LOCAL_WORLD_SIZE", ""))
 
 
 def judge_presence(setting: str, installed: bool, found: "Device", use_cpu: bool) -> list[Finding]:
@@ -77,10 +93,18 @@ def judge_visible(environment: Mapping[str, str]) -> list[Finding]:
 
 def judge_launch(visible: int, environment: Mapping[str, str]) -> list[Finding]:
     """Judge the ranks that the host's launcher is about to start, or not to start, on this node."""
-    asked = environment.get("NPROC_PER_NODE", "")
-    if not asked.isdigit() or not visible:
-        return []
+    asked = environment.get("NPROC_PER_NODE")
     torchrun = environment.get("FORCE_TORCHRUN", "").lower() in ON or visible > 1
+    if asked is None or not visible or asked in COUNTED:
+        return []
+    if not asked.isdecimal() or int(asked) < 1:
+        if not torchrun:
+            return []  # nobody reads it
+        message = (
+            f"NPROC_PER_NODE={asked!r}: torchrun takes a number of ranks, at least 1; unset it for one rank "
+            f"on each of the visible NPUs, {visible}"
+        )
+        return [Finding("error", "device", message)]
     if torchrun:
         return judge_ranks(int(asked), "NPROC_PER_NODE", visible, environment)
     if int(asked) > 1:

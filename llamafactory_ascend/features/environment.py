@@ -78,7 +78,7 @@ def _connect(environment: Mapping[str, str]) -> list[Finding]:
     if text is None:
         return []
     low, high = CONNECT_RANGE
-    if not text.isdigit() or not low <= int(text) <= high:
+    if not text.isdecimal() or not low <= int(text) <= high:
         message = f"{CONNECT}={text}: HCCL takes whole seconds from {low} to {high}; unset it, or export one"
         return [Finding("error", "environment", message)]
     if int(text) < CONNECT_ADVISED:

@@ -5,15 +5,17 @@ By default accelerate repeats rows until it comes out even, and drops the repeat
 row on two ranks hangs there. With `dataloader_drop_last: true` a small data set is never evaluated.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.hookspecs import hookimpl
+from llamafactory_ascend.run import Finding
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
-    from llamafactory_ascend.run import Run
+    from llamafactory_ascend.run import Arguments, Run
 
 
 def batches(rows: int, ranks: int, size: int, drop_last: bool, even: bool) -> tuple[int, int]:
@@ -38,6 +40,51 @@ def data_sets(trainer: "Trainer") -> dict[str, int]:
     return {name: len(rows) for name, rows in named.items() if hasattr(rows, "__len__")}
 
 
+def judge(args: Any, sets: Mapping[str, int]) -> list[Finding]:
+    """Judge the rows of evaluation data sets by the TrainingArguments of a run."""
+    ranks, size = args.world_size, args.eval_batch_size
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    if ranks == 1 or not (args.do_eval or strategy != "no"):
+        return []
+    found, even = [], args.accelerator_config.even_batches
+    for name, rows in sets.items():
+        what = f"{rows} evaluation rows{name and f' ({name})'}, {ranks} ranks, batches of {size}"
+        fewest, most = batches(rows, ranks, size, args.dataloader_drop_last, even)
+        if most == 0:
+            message = f"{what}: with `dataloader_drop_last: true` none of them is evaluated; remove it"
+            found.append(Finding("warning", "evaluation", message))
+        elif fewest != most:
+            message = (
+                f"{what}: with `even_batches: false` some ranks evaluate {most} batches, others {fewest}, "
+                "and those wait for ever; remove `even_batches` from `accelerator_config`"
+            )
+            found.append(Finding("error", "evaluation", message))
+        elif rows < ranks * size:
+            message = f"{what}: rows are repeated so that every rank has a batch"
+            found.append(Finding("note", "evaluation", message))
+    return found
+
+
+def judge_early(arguments: "Arguments", counted: Mapping[str, int]) -> list[Finding]:
+    """Judge before the model is loaded, by rows that were counted in files.
+
+    Rows that the host leaves out are among them, so only what holds for fewer rows too is said: that there
+    are not enough for every rank.
+
+    Args:
+        counted: data set -> its rows, where all of them were read.
+    """
+    data, training = arguments.data, arguments.training
+    names = data.eval_dataset or []
+    if not names or data.streaming or any(name not in counted for name in names):
+        return []
+    rows = {name: min(counted[name], data.max_samples or counted[name]) for name in names}
+    if not data.eval_on_each_dataset:
+        rows = {"": sum(rows.values())}
+    enough = training.world_size * training.eval_batch_size
+    return judge(training, {name: number for name, number in rows.items() if number < enough})
+
+
 @hookimpl
 def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCallback]":
     """Look at the rows; no callback is needed.
@@ -45,27 +92,8 @@ def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCal
     Raises:
         AscendError: the first evaluation would hang.
     """
-    args = trainer.args
-    ranks, size = args.world_size, args.eval_batch_size
-    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-    if ranks == 1 or not (args.do_eval or strategy != "no"):
-        return []
-    even = args.accelerator_config.even_batches
-    for name, rows in data_sets(trainer).items():
-        what = f"{rows} evaluation rows{name and f' ({name})'}, {ranks} ranks, batches of {size}"
-        fewest, most = batches(rows, ranks, size, args.dataloader_drop_last, even)
-        if most == 0:
-            run.find(
-                "warning",
-                "evaluation",
-                f"{what}: with `dataloader_drop_last: true` none of them is evaluated; remove it",
-            )
-        elif fewest != most:
-            raise AscendError(
-                f"{what}: with `even_batches: false` some ranks evaluate {most} batches, others {fewest}, "
-                "and those wait for ever",
-                "remove `even_batches` from `accelerator_config`",
-            )
-        elif rows < ranks * size:
-            run.find("note", "evaluation", f"{what}: rows are repeated so that every rank has a batch")
+    for finding in judge(trainer.args, data_sets(trainer)):
+        if finding.level == "error":
+            raise AscendError(finding.message)
+        run.find(finding.level, finding.subject, finding.message)
     return []

@@ -185,5 +185,5 @@ def report_merge(run: "Run", adapter: Adapter, dtype: str) -> None:
     if adapter.folder is not None and (adapter.folder / WEIGHTS).is_file():
         error, key = orthogonality(adapter.folder / WEIGHTS, adapter.config)
         log.info(f"{adapter.path}: merging rotations with ||RR'-I||/||I|| up to {error:.2g}")
-        if error > ORTHOGONAL:
+        if not error <= ORTHOGONAL:
             run.find("warning", "merge", f"{adapter.path}: {not_orthogonal(error, key)}")

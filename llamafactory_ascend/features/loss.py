@@ -19,6 +19,7 @@ OTHERS = {
     "finetuning.use_dft_loss": "it weighs the loss by the logits",
     "finetuning.use_eaft_loss": "it weighs the loss by the logits",
     "finetuning.use_asft_loss": "it compares the logits with those of a reference model",
+    "training.label_smoothing_factor": "the Trainer smooths labels on the logits",
     "model.enable_liger_kernel": "Liger brings its own",
     "model.use_unsloth": "Unsloth brings its own",
     "model.use_kt": "KTransformers builds another model",

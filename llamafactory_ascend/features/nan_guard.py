@@ -36,6 +36,8 @@ class NanGuard:
         bad: bad steps in a row.
         skipped: steps in a row that the gradient scaler left out.
         first: the step with which the row of bad steps began, None while all is well.
+        ruined: gradients of this row were not finite, and so are the weights; zeros leave them as they were.
+        zero_is_bad: a step whose loss and gradients are exactly 0 has learnt nothing that a sound run knows.
     """
 
     good: str = ""
@@ -44,6 +46,8 @@ class NanGuard:
     bad: int = 0
     skipped: int = 0
     first: int | None = None
+    ruined: bool = False
+    zero_is_bad: bool = True
 
     def judge(self, step: int, grad_norm: float, loss: float, skipped: bool, last: bool) -> bool:
         """Judge a step, once.
@@ -63,21 +67,22 @@ class NanGuard:
         if step != self.step:
             self.step = step
             self._count(step, grad_norm, loss, skipped)
-            if self.bad >= BAD_STEPS or self.skipped >= SKIPPED_STEPS or (last and self.bad):
+            if self.bad >= BAD_STEPS or self.skipped >= SKIPPED_STEPS or (last and self.ruined):
                 raise AscendError(self._what(grad_norm, loss), self._hint())
         return self.first is None
 
     def _count(self, step: int, grad_norm: float, loss: float, skipped: bool) -> None:
         if skipped:
             self.skipped += 1
-        elif math.isfinite(grad_norm) and not (grad_norm == 0 and loss == 0):
+        elif math.isfinite(grad_norm) and not (self.zero_is_bad and grad_norm == 0 and loss == 0):
             self.bad = self.skipped = 0
-            self.first = None
+            self.first, self.ruined = None, False
             self.good = self.saved
         else:
             self.skipped = 0
             self.bad += 1
             self.first = self.first or step
+            self.ruined = self.ruined or not math.isfinite(grad_norm)
 
     def _what(self, grad_norm: float, loss: float) -> str:
         if self.skipped >= SKIPPED_STEPS:
@@ -114,4 +119,6 @@ def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCal
         return []
     from llamafactory_ascend.features.nan_callback import NanCallback
 
-    return [NanCallback(NanGuard(saved=str(checkpoint(training) or "")))]
+    finetuning = run.arguments.finetuning
+    hinge = finetuning.stage == "dpo" and finetuning.pref_loss == "hinge"  # 0 once all pairs are far apart
+    return [NanCallback(NanGuard(saved=str(checkpoint(training) or ""), zero_is_bad=not hinge))]

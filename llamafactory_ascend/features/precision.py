@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llamafactory_ascend.run import Arguments, Run
 
 SWITCHES = ("bf16", "pure_bf16", "bf16_full_eval")
+ON = {"true", "yes", "t", "y", "on", "1"}  # as argparse and YAML write it for the host
 LOSS_SCALING = (
     "loss scaling is dynamic: it starts at 65536, halves when gradients overflow (the step is skipped) and "
     "doubles after 2000 good steps; host and Trainer have no setting for it, DeepSpeed has its own"
@@ -21,9 +22,9 @@ LOSS_SCALING = (
 def asks_for_bfloat16(recipe: Mapping[str, Any]) -> str:
     """Return the key and value with which a recipe asks for bfloat16, "" where it does not."""
     for key in SWITCHES:
-        if str(recipe.get(key, "")).lower() == "true":
+        if str(recipe.get(key, "")).lower() in ON:
             return f"{key}: true"
-    trains = str(recipe.get("do_train", "")).lower() == "true"  # then the host does not look at infer_dtype
+    trains = str(recipe.get("do_train", "")).lower() in ON  # then the host does not look at infer_dtype
     return "infer_dtype: bfloat16" if recipe.get("infer_dtype") == "bfloat16" and not trains else ""
 
 

@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "vocab.txt", "chat_template.jinja", "preprocessor_config.json",
     "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
-PACKAGES = ("llamafactory", "transformers", "tokenizers")  # their versions can change what a text comes to
+PACKAGES = ("llamafactory", "llamafactory-kt", "transformers", "tokenizers")  # what makes tokens of text
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def settings_of(arguments: "Arguments", given: Iterable[str], media: bool) -> di
         media: the rows have pictures, videos or audio.
     """
     data, model = arguments.data, arguments.model
-    found = {key: getattr(data, key, None) for key in DATA_KEYS}
+    found: dict[str, Any] = {key: getattr(data, key, None) for key in DATA_KEYS}
     if data.neat_packing or (data.packing and "packing" in set(given)):
         found["cutoff_len"] += 1
     stage = arguments.finetuning.stage
@@ -144,7 +144,7 @@ def data_set_of(entry: "Entry") -> dict[str, Any]:
 
 
 def entries_of(run: "Run", arguments: "Arguments") -> dict[str, "Entry"]:
-    """Return name -> entry of the data sets that are looked up in a folder; others are known by name alone."""
+    """Return name -> entry of data sets that are looked up in a folder; of others only the name is known."""
     data = arguments.data
     names = [*(data.dataset or []), *(data.eval_dataset or [])]
     if not names or not data_checks.is_folder(data.dataset_dir):
@@ -255,9 +255,7 @@ def data_set_differences(name: str, before: Mapping[str, Any], entry: "Entry") -
     """Compare a data set; a file of the same size and time is not read again."""
     found = []
     if before["entry"] != entry.keys:
-        found.append(
-            Difference(f"dataset_info.json, {name}", _show(before["entry"]), _show(entry.keys))
-        )
+        found.append(Difference(f"dataset_info.json, {name}", _show(before["entry"]), _show(entry.keys)))
     files, now = before["files"], {file.name: file for file in files_of(entry)}
     for file in sorted({*files, *now}):
         key = f"dataset {name}, {file}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from llamafactory_ascend import run
 from llamafactory_ascend.features import given_adapters
+from llamafactory_ascend.features.oft.blocks import SAFE_SOLVE, SOLVE_BUG
 from llamafactory_ascend.patching import Patch, Target
 
 
@@ -84,6 +85,26 @@ def merged_adapters(
     return [adapter for adapter in adapters if adapter is not further]
 
 
+def cayley_batch(
+    original: Callable[..., Any],
+    rotation: Any,
+    vectors: Any,
+    block_size: int,
+    use_cayley_neumann: bool = True,
+    num_neumann_terms: int = 5,
+) -> Any:
+    """Solve systems that torch solves wrongly in a batch one by one; merging, chat and evaluation do it.
+
+    An NPU has no solver of its own and uses the CPU's.
+    """
+    more = (block_size, use_cayley_neumann, num_neumann_terms)
+    if use_cayley_neumann or block_size <= SAFE_SOLVE or len(vectors) < 2 or vectors.is_cuda:
+        return original(rotation, vectors, *more)
+    import torch
+
+    return torch.cat([original(rotation, vector, *more) for vector in vectors.split(1)])
+
+
 def create_ref_model(
     original: Callable[..., Any], model_args: Any, finetuning_args: Any, add_valuehead: bool = False
 ) -> Any:
@@ -138,6 +159,16 @@ PATCHES = [
         why="OFT is merged in bfloat16 whatever `infer_dtype` says; rotations that are none go unsaid.",
         remove_when="the host converts a model before it merges adapters",
         tested={"85e26a8933a2": "llamafactory 0.9.5 and llamafactory-kt 0.9.6.dev0"},
+    ),
+    Patch(
+        id="adapters.rotations",
+        targets=(Target("peft.tuners.oft.layer", "OFTRotationModule._cayley_batch"),),
+        around=cayley_batch,
+        parameters=("self", "Q", "block_size", "use_cayley_neumann", "num_neumann_terms"),
+        why="Exact OFT with blocks wider than 150 is merged wrongly, or fails, on a CPU with several threads.",
+        remove_when="torch solves batches of systems on a CPU without a race",
+        upstream=SOLVE_BUG,
+        tested={"13e05f99edad": "peft 0.18.1"},
     ),
     Patch(
         id="adapters.reference",

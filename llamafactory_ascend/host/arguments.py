@@ -10,7 +10,7 @@ from typing import Any
 
 from llamafactory_ascend import log, plugins, resources, run, settings
 from llamafactory_ascend.errors import AscendError
-from llamafactory_ascend.host import platform
+from llamafactory_ascend.host import argument_types, platform
 from llamafactory_ascend.host.versions import versions
 from llamafactory_ascend.patching import Patch, Target
 
@@ -76,6 +76,9 @@ def parse_args(
     from llamafactory.hparams import parser as host
 
     rest, found = take_settings(host.read_args(args))
+    if isinstance(rest, dict):
+        with mistakes_end_the_process():
+            argument_types.refuse(getattr(parser, "dataclass_types", ()), rest, recipe_name())
     run.current().settings = found
     run.current().given = given_keys(rest)
     return original(parser, rest, allow_extra_keys)
@@ -107,12 +110,17 @@ def get_args_v1(original: Callable[..., Any], args: Words | None = None) -> Any:
 
 def take_settings(args: Words) -> tuple[Words, settings.Settings]:
     """Split what was read into the host's arguments and our settings; a mistake in them ends the process."""
-    recipe = next((word for word in sys.argv[1:] if names_recipe([word])), "command line")
+    recipe = recipe_name()
     with mistakes_end_the_process():
         rest, block = settings.take(args)
         found = settings.read(block, recipe, sys.argv[1:])
         plugins.check_names(found.plugins, lambda key: settings.place(key, recipe, sys.argv[1:]))
         return rest, found
+
+
+def recipe_name() -> str:
+    """Return what messages call the place where arguments were written."""
+    return next((word for word in sys.argv[1:] if names_recipe([word])), "command line")
 
 
 @contextlib.contextmanager
@@ -159,7 +167,7 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     now.attempt("the run report", lambda: lifecycle.begin(now, versions()))
     errors = [finding for finding in examine(now, arguments) if finding.level == "error"]
     if errors:
-        raise AscendError("\n".join(f"{finding.subject}: {finding.message}" for finding in errors))
+        raise AscendError("\n".join(finding.sentence() for finding in errors))
     return parsed
 
 
@@ -173,7 +181,10 @@ def examine(now: run.Run, arguments: run.Arguments) -> list[run.Finding]:
     hook.ascend_arguments(run=now, arguments=arguments)
     findings = [finding for found in hook.ascend_preflight(run=now, arguments=arguments) for finding in found]
     for finding in findings:
-        now.find(finding.level, finding.subject, finding.message)
+        if finding.level == "error":
+            now.record(finding)  # whoever asked raises it, and then it is said
+        else:
+            now.find(finding.level, finding.subject, finding.message)
     return findings
 
 

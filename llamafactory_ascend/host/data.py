@@ -152,7 +152,7 @@ def encode(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[list[
 
 
 def _lengths(aligned: dict[str, Any], encoder: Encoder, stage: str) -> tuple[list[tuple[int, int]], int]:
-    """Return (prompt, answer) lengths of the turns of a converted row, and how many tokens are beside them."""
+    """Return (prompt, answer) lengths of the turns of a converted row, and the tokens beside them."""
     encoded, beside = encode(aligned, encoder, stage)
     return [(len(source), len(target)) for source, target in encoded], len(beside)
 

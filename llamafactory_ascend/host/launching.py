@@ -29,6 +29,7 @@ def launch(original: Callable[[], Any]) -> Any:
     if sys.argv[1:2] != ["train"]:
         return original()
     recipe = check(sys.argv[2:])
+    warn_of_ranks()
     fill_environment("train")
     with mistakes_end_the_process():
         platform.before_launch()
@@ -39,6 +40,17 @@ def launch(original: Callable[[], Any]) -> Any:
                 ownership.take(folder)
         with torchrun_beside_python(sys.modules.get("llamafactory.launcher")):
             return original()
+
+
+def warn_of_ranks() -> None:
+    """Say that this process waits for others, where torchrun's variables are set before it is started."""
+    if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        log.warn(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment: one process trains with others "
+            "that something else starts, and waits for them. If these variables are left over: unset RANK "
+            "LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT",
+            every_rank=True,
+        )
 
 
 def check(words: list[str]) -> Words:

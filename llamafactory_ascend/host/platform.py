@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llamafactory_ascend import device, log, run
+from llamafactory_ascend import device, run
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import devices, environment, precision
 from llamafactory_ascend.patching import ANYTHING, Patch, Target
@@ -23,8 +23,8 @@ def before_launch() -> None:
     if device.is_installed():
         found = devices.judge_launch(device.count_visible(os.environ), os.environ)
         refuse([*found, *environment.judge(os.environ, **environment.loaded())])
-        for finding in found:
-            log.warn(finding.sentence())  # no rank sees these
+        for finding in found:  # no rank sees these
+            run.current().find(finding.level, finding.subject, finding.message)
 
 
 def before_parsing(args: Words, settings: Settings) -> Words:
@@ -44,7 +44,7 @@ def before_parsing(args: Words, settings: Settings) -> Words:
     recipe = written(args)
     use_cpu = is_true(recipe.get("use_cpu")) or is_true(os.environ.get("ACCELERATE_USE_CPU"))
     if installed and not use_cpu:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = devices.local_ranks(os.environ)
         visible = device.count_visible(os.environ)
         refuse(devices.judge_ranks(ranks, "LOCAL_WORLD_SIZE", visible, os.environ))
         bound = device.bind(os.environ)
@@ -60,7 +60,7 @@ def before_parsing(args: Words, settings: Settings) -> Words:
 
 def fit_timeout(args: Words, recipe: Mapping[str, Any]) -> Words:
     """Return the arguments with a `ddp_timeout` that outlasts HCCL's own, where the user has set none."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if devices.number(os.environ.get("WORLD_SIZE", "")) < 2:
         return args
     least, now = environment.least_ddp_timeout(os.environ), run.current()
     if "ddp_timeout" in recipe:

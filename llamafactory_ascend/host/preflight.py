@@ -10,7 +10,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.host.probe import Log
+from llamafactory_ascend.launching import lock
+
+# A rank alone, at a port of its own: the one the user has chosen may belong to a training that goes on.
+ONE_RANK = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # fmt: skip
 
 
 def preflight(log: Log, words: list[str]) -> None:
@@ -37,17 +45,23 @@ def _arguments(words: list[str]) -> None:
     from llamafactory.hparams import parser
 
     from llamafactory_ascend import run
-    from llamafactory_ascend.host import arguments, launching, seams
+    from llamafactory_ascend.host import arguments, launching, platform, seams
 
     seams.ledger()
     sys.argv = ["llamafactory-cli", *words]
     launching.check(words)  # what the launcher refuses before it starts a rank
     arguments.fill_environment("train")
+    platform.before_launch()
     if _needs_ranks():
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.setdefault("MASTER_PORT", "0")
+        os.environ |= ONE_RANK
+    args = parser.read_args(None)
+    args = platform.before_parsing(args, arguments.take_settings(args)[1])
     now = run.current()
-    now.arguments = run.Arguments(*inspect.unwrap(parser.get_train_args)(None))
+    now.arguments = run.Arguments(*inspect.unwrap(parser.get_train_args)(args))
+    try:
+        lock.look(Path(now.arguments.training.output_dir), lock.this_process("", ""))
+    except AscendError as error:
+        now.record(run.Finding("error", "output_dir", str(error)))
 
 
 def _needs_ranks() -> bool:

@@ -30,7 +30,7 @@ class Log:
 
     def write(self, **entry: Any) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.write(json.dumps(entry) + "\n")  # ASCII: a path may be no text in any encoding
 
     def stage(self, name: str, look: Callable[[], Any]) -> bool:
         """Record what ``look`` returns, or the exception that it ends with.

@@ -88,8 +88,9 @@ class OutputLock:
         taken_over: the owner who left it behind, None where the folder was free.
     """
 
-    def __init__(self, folder: Path, handle: int, made: bool, taken_over: Owner | None) -> None:
+    def __init__(self, folder: Path, handle: int, made: bool, taken_over: Owner | None, owner: Owner) -> None:
         self.folder, self.handle, self.made, self.taken_over = folder, handle, made, taken_over
+        self.owner = owner  # as the file names it
         self.process = os.getpid()
 
     def release(self) -> None:
@@ -97,7 +98,8 @@ class OutputLock:
         if self.handle < 0 or os.getpid() != self.process:
             return
         with contextlib.suppress(OSError):
-            (self.folder / NAME).unlink()
+            if read(self.folder) == self.owner:  # the folder may have been deleted, and be another run's now
+                (self.folder / NAME).unlink()
         with contextlib.suppress(OSError):
             fcntl.flock(self.handle, fcntl.LOCK_UN)  # of forked children too
         os.close(self.handle)
@@ -156,7 +158,7 @@ def _hold(folder: Path, handle: int, owner: Owner, made: bool) -> OutputLock | N
     if found is not None and not _is_left_over(found, owner):
         raise AscendError(*_unknown(path, found, owner))
     _write(handle, owner)
-    return OutputLock(folder, handle, made, found)
+    return OutputLock(folder, handle, made, found, owner)
 
 
 def _hold_without_flock(folder: Path, handle: int, owner: Owner, made: bool) -> OutputLock | None:
@@ -166,6 +168,7 @@ def _hold_without_flock(folder: Path, handle: int, owner: Owner, made: bool) -> 
     alive = None if found is None else is_alive(found, owner)
     if found is not None and alive is not False:
         raise AscendError(*(_held(path, found, owner) if alive else _unknown(path, found, owner)))
+    owner = replace(owner, flock=False)
     mine, aside = (folder / f"{NAME}.{owner.host}.{owner.pid}.{kind}" for kind in ("new", "old"))
     try:
         path.rename(aside)  # the one that its owner left, or the empty one that opening it has made
@@ -173,14 +176,14 @@ def _hold_without_flock(folder: Path, handle: int, owner: Owner, made: bool) -> 
             os.link(aside, path)
             return None
         with mine.open("wb") as file:
-            _write(file.fileno(), replace(owner, flock=False))
+            _write(file.fileno(), owner)
         os.link(mine, path)
     except (FileNotFoundError, FileExistsError):
         return None
     finally:
         mine.unlink(missing_ok=True)
         aside.unlink(missing_ok=True)
-    return OutputLock(folder, handle, made, found)
+    return OutputLock(folder, handle, made, found, owner)
 
 
 def _is_current(path: Path, handle: int) -> bool:
@@ -194,6 +197,34 @@ def _is_left_over(found: Owner, here: Owner) -> bool:
     """True where nobody can hold the lock any more, which the kernel's own lock has just been free for."""
     same_kernel = bool(found.machine) and found.machine == here.machine
     return (found.flock and same_kernel) or is_alive(found, here) is False
+
+
+def look(folder: Path, here: Owner) -> None:
+    """Say what ``take`` would refuse, as far as reading shows it: nothing is written, locked or made.
+
+    Raises:
+        AscendError: a run that lives holds the folder, or it cannot be written.
+    """
+    found = read(folder)
+    if found is not None and is_alive(found, here):
+        raise AscendError(*_held(folder / NAME, found, here))
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "may not be written" if nearest.is_dir() else "is no folder"
+        raise AscendError(
+            f"output_dir {folder} cannot be written: {nearest} {why}", "choose another output_dir"
+        )
+
+
+def read(folder: Path) -> Owner | None:
+    """Return who holds a folder by what the file there says, None where there is none or it is unreadable."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder / NAME, os.O_RDONLY)
+        try:
+            return _owner(handle)
+        finally:
+            os.close(handle)
+    return None
 
 
 def _owner(handle: int) -> Owner | None:

@@ -26,7 +26,7 @@ def is_takers_turn(environ: Mapping[str, str]) -> bool:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 1
+    return int(text) if text.isdecimal() else 1
 
 
 def take(folder: Path) -> None:

@@ -54,7 +54,8 @@ def output_dir(recipe: Any) -> Path | None:
         found = recipe.get("output_dir")
     else:
         words = [part for word in recipe for part in str(word).split("=", 1)]
-        found = next((value for word, value in itertools.pairwise(words) if word == "--output_dir"), None)
+        names = ("--output_dir", "--output-dir")  # argparse takes both, and the last one counts
+        found = next((value for value, word in itertools.pairwise(words[::-1]) if word in names), None)
     return Path(str(found)).expanduser() if found else None
 
 

@@ -61,7 +61,11 @@ def rows(report: dict[str, Any]) -> list[Row]:
     found += _decisions(report["decisions"])
     found += _sections(report["ranks"])
     found += _patches(report)
-    found += [(finding["level"], Finding(**finding).sentence()) for finding in report["findings"]]
+    refused = report["explanation"] if report["state"] == "refused" else ""
+    for finding in report["findings"]:
+        sentence = Finding(**finding).sentence()
+        if finding["level"] != "error" or sentence not in refused:  # the explanation of a refusal says it
+            found.append((finding["level"], sentence))
     return found
 
 

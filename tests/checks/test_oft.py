@@ -1,6 +1,7 @@
 """OFT adapters judged from their files: rotations, blocks, and a configuration that says what they mean."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,26 @@ def test_large_adapters_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -
     whole = oft.orthogonality_error(weight, {})
     monkeypatch.setattr(oft, "ELEMENTS_AT_ONCE", 2 * 8 * 8)
     assert oft.orthogonality_error(weight, {}) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+def test_a_rotation_that_is_no_number_is_not_hidden(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three blocks; large weights are numbers, and their rotations are not."""
+    weight = torch.zeros(3, 6)
+    weight[1, 2] = bad
+    for at_once in (oft.ELEMENTS_AT_ONCE, 1):
+        monkeypatch.setattr(oft, "ELEMENTS_AT_ONCE", at_once)
+        assert math.isnan(oft.orthogonality_error(weight, {"use_cayley_neumann": True}))
+        assert math.isnan(oft.orthogonality_error(weight, {"use_cayley_neumann": False}))
+
+
+def test_such_an_adapter_is_named(tmp_path: Path) -> None:
+    end = "layers.1.mlp.down_proj.oft_R.weight"
+    result = damage(small(tmp_path, use_cayley_neumann=True), replace(end, lambda r: r * 0 + 1e30))
+    assert result.ok and result.orthogonality_error is not None and math.isnan(result.orthogonality_error)
+    (warning,) = result.warnings
+    assert "reaches nan" in warning and end in warning
+    assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["orthogonality_error"] == "NaN"
 
 
 @pytest.mark.parametrize("width", [16, 67, 1280, 3420])

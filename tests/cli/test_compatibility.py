@@ -44,3 +44,13 @@ def test_pairs_that_break(versions: dict[str, str], subject: str, fragment: str)
 def test_pairs_that_fit() -> None:
     fitting = {"torch": "2.10.0", "torch_npu": "2.10.0rc1", "flash-linear-attention": "0.5.2"}
     assert said({**fitting, "triton-ascend": "3.2.0"}) == []
+
+
+def test_a_version_that_cannot_be_read_is_named() -> None:
+    """What an interrupted pip leaves behind has no metadata, and so no version."""
+    wanted = ["torch>=2.4"]
+    ((subject, message, hint),) = said(
+        {"torch": "of unknown version", "torch_npu": "2.8.0"}, llamafactory=wanted
+    )
+    assert subject == "torch" and message.startswith("its version cannot be read")
+    assert hint == "pip install --force-reinstall --no-deps torch"

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamafactory_ascend.cli import machine
 from llamafactory_ascend.cli.machine import MANAGERS, judge, look
-from tests.cli.test_npu_smi import BUSY
+from tests.cli.test_npu_smi import BUSY, TWO_CHIPS
 
 
 def tree(root: Path, *paths: str) -> Path:
@@ -60,7 +61,42 @@ def test_sick_card_and_foreign_process(tmp_path: Path) -> None:
         ("NPU 12", "used by process 31337 (python3.11 train.py), 57613 MB"),
     ]
     assert findings[0].hint == "npu-smi info -t health -i 12"
-    assert "ASCEND_RT_VISIBLE_DEVICES" in findings[1].hint
+    assert "leave device 12 out with ASCEND_RT_VISIBLE_DEVICES" in findings[1].hint
+
+    (tmp_path / "table").write_bytes(TWO_CHIPS.encode() + "设备".encode("gb18030"))  # no UTF-8
+    findings = judge(look(environment, tmp_path))
+    assert [(f.subject, f.hint) for f in findings] == [
+        ("NPU 1 chip 1", "npu-smi info -t health -i 1 -c 1"),
+        ("NPU 1 chip 1", "end it, or leave device 3 out with ASCEND_RT_VISIBLE_DEVICES"),
+    ]
+
+
+def test_what_this_user_may_not_see_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's files have a group, and CANN may lie in another's home: stat raises, as does a read."""
+    toolkit = sound(tmp_path)
+    hidden = {str(tmp_path / "home/cann"), str(tmp_path / "dev/hisi_hdc")}
+    stat, read = Path.stat, Path.read_text
+
+    def may_not(path: Path, **words: Any) -> Any:
+        if str(path) in hidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **words)
+
+    def may_not_read(path: Path, *words: Any, **named: Any) -> str:
+        if path.name == "version.info":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *words, **named)
+
+    monkeypatch.setattr(Path, "stat", may_not)  # root, who runs tests in a container, may see everything
+    monkeypatch.setattr(Path, "read_text", may_not_read)
+    found = look({**smi(tmp_path, "exit 0"), "ASCEND_HOME_PATH": str(tmp_path / "home/cann")}, tmp_path)
+    assert (found.driver, found.toolkit, "hisi_hdc" in found.managers) == ("", "", False)
+    assert look({"ASCEND_HOME_PATH": str(toolkit)}, tmp_path).cann == "8.2.RC1"
+
+
+def test_a_pod_of_kubernetes_is_a_container(tmp_path: Path) -> None:
+    """containerd leaves no file that says so."""
+    assert look({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path).container
 
 
 def test_container_without_devices_and_driver(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Who set which environment variable."""
 
-from llamafactory_ascend.cli.variables import collect
+from llamafactory_ascend.cli.variables import collect, shown
 
 
 def test_shell_wins_over_the_default_and_each_is_named() -> None:
@@ -12,3 +12,9 @@ def test_shell_wins_over_the_default_and_each_is_named() -> None:
         ("NNODES", "2", "this shell"),
         ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "the plugin, when a training starts"),
     ]
+
+
+def test_a_value_is_shown_in_one_piece_of_text() -> None:
+    assert shown("expandable_segments:True, 中") == "expandable_segments:True, 中"
+    assert shown("a\x1b[31m\n\udcff") == "a\\x1b[31m\\n\\udcff"  # colours, and a byte that is no text
+    assert shown("x" * 20_000) == "x" * 300 + "... (20,000 characters)"

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
@@ -71,6 +72,27 @@ def test_nothing_is_learned_without_a_learning_rate() -> None:
     optimizer.step_was_skipped = False
     proof.on_optimizer_step(None, None, None, optimizer=optimizer)
     assert proof.trained
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_nothing_is_learned_while_gradients_overflow_in_float16(fused: bool) -> None:
+    """Accelerate says of no step beside a fused optimizer, the Trainer's default, that it was skipped."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)  # its optimizers want one
+    weight = torch.zeros(1, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = AcceleratedOptimizer(torch.optim.AdamW([weight], 1e-2, fused=fused), False, scaler)
+    proof = AdapterProof(Run(), None)
+    for gradient, learned in ((torch.inf, False), (torch.nan, False), (1.0, True)):
+        scaler.scale(weight.sum()).backward()
+        weight.grad = torch.tensor([gradient])
+        proof.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+        optimizer.step()
+        proof.on_optimizer_step(None, None, None, optimizer=optimizer)
+        assert proof.trained == learned == bool(weight.any())
+        assert optimizer.step_was_skipped == (not learned and not fused)
 
 
 def test_a_checkpoint_is_checked_after_every_callback_has_written_it(tmp_path: Path) -> None:

@@ -3,7 +3,13 @@
 import pytest
 
 from llamafactory_ascend.device import Device
-from llamafactory_ascend.features.devices import judge_launch, judge_presence, judge_ranks, judge_visible
+from llamafactory_ascend.features.devices import (
+    judge_launch,
+    judge_presence,
+    judge_ranks,
+    judge_visible,
+    local_ranks,
+)
 
 NPU = Device("npu", "Ascend910B3", 8, False, "torch_npu 2.10.0 offers devices")
 CUDA = Device("cuda", "H200", 1, False, "CUDA is there")
@@ -61,11 +67,23 @@ def test_more_ranks_than_cards() -> None:
         (1, {"NPROC_PER_NODE": "1"}, []),
         (8, {"NPROC_PER_NODE": "4"}, []),
         (8, {}, []),
+        (8, {"NPROC_PER_NODE": "abc"}, ["error"]),
+        (8, {"NPROC_PER_NODE": ""}, ["error"]),
+        (1, {"NPROC_PER_NODE": "0", "FORCE_TORCHRUN": "1"}, ["error"]),
+        (1, {"NPROC_PER_NODE": "abc"}, []),
+        (8, {"NPROC_PER_NODE": "auto"}, []),
         (0, {"NPROC_PER_NODE": "8"}, []),  # no NPU: judged as a device that is missing
     ],
 )
 def test_what_the_launcher_would_start(visible: int, environment: dict[str, str], levels: list[str]) -> None:
     assert [finding.level for finding in judge_launch(visible, environment)] == levels
+
+
+def test_variables_of_torchrun_that_are_no_numbers() -> None:
+    """A shell that exports them empty: stock's Trainer does not read LOCAL_WORLD_SIZE."""
+    for text in ("", "abc", "²"):
+        assert local_ranks({"LOCAL_WORLD_SIZE": text}) == 1
+    assert (local_ranks({"LOCAL_WORLD_SIZE": "8"}), local_ranks({})) == (8, 1)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,47 @@ def test_where_it_would_hang_it_is_refused_before_the_start() -> None:
     assert finding.level == "warning" and "none of them is evaluated" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("changes", "levels"),
+    [
+        ({}, ["note"]),
+        ({"max_samples": 2}, ["note"]),
+        ({"rows": 8, "max_samples": 6}, ["note"]),
+        ({"rows": 8}, []),
+        ({"rows": None}, []),  # not all of them were read
+        ({"streaming": True}, []),
+        ({"more": 2}, []),  # 6 and 2 are one data set of 8
+        ({"more": 2, "eval_on_each_dataset": True}, ["note", "note"]),
+        ({"even": False}, ["error"]),
+        ({"drop_last": True}, ["warning"]),
+        ({"rows": 12, "even": False}, []),  # 12 or, where the host leaves rows out, 8: the Trainer knows
+        ({"ranks": 1}, []),
+    ],
+)
+def test_too_few_rows_are_said_before_the_model_is_loaded(changes: dict[str, Any], levels: list[str]) -> None:
+    case = {
+        "rows": 6,
+        "more": None,
+        "ranks": 8,
+        "even": True,
+        "drop_last": False,
+        "max_samples": None,
+        **changes,
+    }
+    names = ["a"] if case["more"] is None else ["a", "b"]
+    training = SimpleNamespace(
+        world_size=case["ranks"], eval_batch_size=1, do_eval=True, eval_strategy="no",
+        dataloader_drop_last=case["drop_last"], accelerator_config=SimpleNamespace(even_batches=case["even"]),
+    )  # fmt: skip
+    data = SimpleNamespace(
+        eval_dataset=names, max_samples=case["max_samples"], streaming=case.get("streaming", False),
+        eval_on_each_dataset=case.get("eval_on_each_dataset", False),
+    )  # fmt: skip
+    counted = {name: case[key] for name, key in (("a", "rows"), ("b", "more")) if case[key] is not None}
+    arguments = Arguments(None, data, training, None, None)
+    assert [finding.level for finding in evaluation.judge_early(arguments, counted)] == levels
+
+
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Trainer.evaluate with the patch, in a run that came through the host."""

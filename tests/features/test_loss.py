@@ -1,6 +1,9 @@
 """The chunked loss in the models of the family table: stock's loss and gradients, without logits."""
 
+import copy
+import io
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from llamafactory_ascend.settings import Settings
 from tests.running import Result, Train
 from tests.training import ATTENTION, IDS, load
 
+SMOOTHING = "label_smoothing_factor"
 MODELS = ("qwen2", "qwen3", "qwen3_5", "qwen25vl", "qwen3_5_moe")
 LABELS = IDS.where(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(0)) < 0.6, -100)
 
@@ -78,6 +82,68 @@ def test_trained_head_gets_its_gradient(assets: Path) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
 
 
+@pytest.mark.parametrize("peft", [True, False])
+def test_a_copy_has_a_loss_of_its_own_and_a_pickle_is_stocks(assets: Path, peft: bool) -> None:
+    model = trained(assets / "qwen2") if peft else load(assets / "qwen2").train()
+    wanted, gradients, _ = step(model)
+    names = list(model.state_dict())
+    chunked = ChunkedLoss(model.get_base_model() if peft else model)
+    step(model)
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    inner = twin.get_base_model() if peft else twin
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other, logits in ((twin, False), (torch.load(file, weights_only=False), True)):
+        found, ours, output = step(other)
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+        for name, gradient in gradients.items():
+            difference = (ours[name] - gradient).norm()
+            assert difference <= 1e-4 * gradient.norm()
+        assert (output.logits is not None) == logits
+    assert (chunked.calls, inner.ascend_chunked_loss.calls) == (1, 2)  # the twin came with the one made here
+    with torch.no_grad():
+        inner.lm_head.weight.zero_()
+    assert step(twin)[0] == pytest.approx(math.log(inner.config.vocab_size), rel=1e-6)
+    torch.testing.assert_close(step(model)[0], wanted, rtol=2e-6, atol=0)
+
+
+def test_a_vocabulary_that_is_resized_later_has_stocks_loss(assets: Path) -> None:
+    model, stock = load(assets / "qwen2").train(), load(assets / "qwen2").train()
+    chunked = ChunkedLoss(model)
+    for one in (model, stock):
+        torch.manual_seed(0)
+        one.resize_token_embeddings(one.config.vocab_size + 8)
+    assert torch.equal(step(model)[0], step(stock)[0])
+    assert chunked.calls == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"labels": torch.full_like(IDS, -100), "num_items_in_batch": 7},
+        {"labels": torch.full_like(IDS, 639)},
+        {"shift_labels": LABELS.roll(-1, 1)},
+        {"return_dict": False},
+    ],
+    ids=["nothing supervised on this rank", "last word", "shifted by the caller", "tuple"],
+)
+def test_what_callers_ask_for(assets: Path, more: dict[str, Any]) -> None:
+    found = []
+    for chunk in (False, True):
+        model = load(assets / "qwen2").train()
+        assert model.config.vocab_size == 640
+        chunked = ChunkedLoss(model) if chunk else None
+        loss = model(**{"input_ids": IDS, "labels": LABELS, **more})[0]
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in model.parameters()]))
+    assert chunked is not None and chunked.calls == 1
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-6, atol=0)
+    for ours, stock in zip(found[1][1], found[0][1], strict=True):
+        assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
 def test_model_whose_head_is_not_plain_is_left_alone(assets: Path) -> None:
     model = load(assets / "qwen2")
     assert unfit(model) == ""
@@ -90,7 +156,7 @@ def test_model_whose_head_is_not_plain_is_left_alone(assets: Path) -> None:
 def decide(assets: Path, setting: str = "auto", kernels: str = "auto", **changes: Any) -> Run:
     """Run the hook as the loader does, with the host's arguments as far as it looks at them."""
     found = {"stage": "sft", "device": "npu", "deepspeed": None, "torch_compile": False, **changes}
-    training = {name: found.pop(name) for name in ("deepspeed", "torch_compile")}
+    training = {name: found.pop(name, None) for name in ("deepspeed", "torch_compile", SMOOTHING)}
     device = SimpleNamespace(type=found.pop("device"))
     nothing: Any = SimpleNamespace()
     now = Run(settings=Settings(loss=setting, kernels=kernels))
@@ -110,6 +176,7 @@ def test_auto_is_for_npus_and_for_losses_of_the_model(assets: Path) -> None:
         ({"stage": "dpo"}, "stage dpo computes on logits"),
         ({"use_dft_loss": True}, "`use_dft_loss`: it weighs the loss by the logits"),
         ({"torch_compile": True}, "`torch_compile`: a compiled model is traced past it"),
+        ({SMOOTHING: 0.1}, f"`{SMOOTHING}`: the Trainer smooths labels on the logits"),
         ({"setting": "off"}, "`ascend.loss: off`"),
     ):
         found = decide(assets, **changes)

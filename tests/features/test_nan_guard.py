@@ -42,6 +42,19 @@ def test_a_zero_alone_is_no_bad_step(step: tuple[float, float]) -> None:
     assert run(*[step] * 10) == [True] * 10
 
 
+def test_rows_without_labels_in_the_last_step_cost_no_run() -> None:
+    """Its loss and gradients are 0, which leaves the weights of all steps before as they were."""
+    assert run(GOOD, DEAD, DEAD, max_steps=3) == [True, False, False]
+    with pytest.raises(AscendError, match="step 3: loss and gradients of 2 optimizer steps in a row are 0"):
+        run(GOOD, NAN, DEAD, max_steps=3)
+
+
+def test_a_hinge_loss_is_0_once_all_pairs_are_far_apart() -> None:
+    assert run(*[DEAD] * 10, guard=NanGuard(zero_is_bad=False), max_steps=10) == [True] * 10
+    with pytest.raises(AscendError):
+        run(NAN, NAN, NAN, guard=NanGuard(zero_is_bad=False))
+
+
 def test_a_run_that_recovers_goes_on_and_saves_again() -> None:
     assert run(NAN, NAN, GOOD, NAN, NAN, GOOD) == [False, False, True, False, False, True]
 

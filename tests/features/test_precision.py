@@ -20,6 +20,8 @@ OLD = Device("npu", "Ascend910A", 8, False, "", bfloat16=False)
             "`bf16: true`, but Ascend910A does not compute in bfloat16; write `fp16: true` instead",
         ),
         ({"bf16": "True"}, "write `fp16: true` instead"),  # a word of the command line
+        ({"bf16": 1}, "`bf16: true`"),
+        ({"bf16": "yes"}, "`bf16: true`"),
         ({"pure_bf16": True}, "`pure_bf16: true`"),
         ({"bf16_full_eval": True}, "`bf16_full_eval: true`"),
         ({"infer_dtype": "bfloat16"}, "write `infer_dtype: float16` instead"),

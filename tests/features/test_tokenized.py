@@ -1,4 +1,4 @@
-"""Tokenized data: recorded when the host saves it, refused when a training would use it for something else."""
+"""Tokenized data: recorded when the host saves it, refused when a run would use it for something else."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from llamafactory_ascend import run
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import tokenized
 from llamafactory_ascend.settings import Settings
+from tests.running import Train
 
 assert torch.__version__  # torch calls the entry point, so that the host below is patched as in a run
 from datasets import load_from_disk  # noqa: E402
@@ -73,9 +74,9 @@ def by_host(recipe: dict[str, Any]) -> Any:
     module = load_tokenizer(arguments.model)
     template = get_template_and_fix_tokenizer(module["tokenizer"], arguments.data)
     stage = arguments.finetuning.stage
-    return get_dataset(
-        template, arguments.model, arguments.data, arguments.training, stage, **module
-    )["train_dataset"]
+    return get_dataset(template, arguments.model, arguments.data, arguments.training, stage, **module)[
+        "train_dataset"
+    ]
 
 
 def preflight(recipe: dict[str, Any]) -> list[run.Finding]:
@@ -96,7 +97,7 @@ def test_another_cutoff_len_is_refused_where_stock_reuses_the_data(recipe: dict[
     assert run.current().decisions["tokenized_path"].choice == "reused"
 
     changed = {**recipe, "cutoff_len": 128, "mask_history": True}
-    assert by_host(changed)["input_ids"] == made["input_ids"]  # stock: 48 tokens at most, whatever is asked for
+    assert by_host(changed)["input_ids"] == made["input_ids"]  # stock, whatever is asked for
     before = (folder / tokenized.SIDECAR).read_bytes()
     with pytest.raises(AscendError) as refused:
         preflight(changed)
@@ -184,7 +185,9 @@ def test_data_without_a_record_is_a_warning_and_a_broken_record_an_error(recipe:
     sidecar = Path(recipe["tokenized_path"]) / tokenized.SIDECAR
     sidecar.unlink()
     (finding,) = preflight({**recipe, "cutoff_len": 128})
-    assert finding.level == "warning" and "does not say which template, cutoff_len and data" in finding.message
+    assert (
+        finding.level == "warning" and "does not say which template, cutoff_len and data" in finding.message
+    )
     by_host(recipe)  # reused, as stock made it: nobody knows what it is, so nothing is written
     assert not sidecar.exists()
     sidecar.write_text("{")
@@ -203,3 +206,17 @@ def test_other_versions_are_a_warning(recipe: dict[str, Any]) -> None:
     sidecar.write_text(json.dumps(recorded))
     (finding,) = preflight(recipe)
     assert finding.level == "warning" and "transformers 4.0.0" in finding.message
+
+
+def test_a_training_is_refused_before_its_model_is_loaded(train: Train, tmp_path: Path) -> None:
+    """The stock command: one run saves, the next with another cutoff_len ends with what differs."""
+    path = tmp_path / "tokenized"
+    keys = {"model": "qwen3", "template": "qwen3_nothink", "max_steps": 1, "tokenized_path": str(path)}
+    made = train(npu=False, **keys)
+    assert made.code == 0, made.text
+    assert json.loads((path / tokenized.SIDECAR).read_text())["settings"]["cutoff_len"] == 128
+    decision = made.report["decisions"]["tokenized_path"]
+    assert tokenized.SIDECAR in json.dumps(decision)
+    refused = train(npu=False, **{**keys, "cutoff_len": 64})
+    assert refused.code != 0 and "`cutoff_len`: it was made with 128, now it is 64" in refused.text
+    assert "Loading checkpoint" not in refused.text and "trainable params" not in refused.text

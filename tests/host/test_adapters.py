@@ -17,6 +17,7 @@ from llamafactory.hparams import FinetuningArguments, ModelArguments, parser  # 
 from llamafactory.model import load_model, load_tokenizer  # noqa: E402
 from llamafactory.train import trainer_utils  # noqa: E402
 from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model  # noqa: E402
+from peft.tuners.oft.layer import OFTRotationModule  # noqa: E402
 
 from tests.training import IDS, load  # noqa: E402
 
@@ -226,6 +227,53 @@ def test_merging_into_half_precision_is_said_and_avoided_on_request(
     else:
         assert apart > 5e-5
         assert f"{adapters['oft']} is merged into bfloat16 weights: each rotated weight is rounded" in said[0]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_wide_blocks_are_merged_rightly_on_a_cpu_with_several_threads(
+    assets: Path, tmp_path: Path, two_threads: None
+) -> None:
+    """Of blocks of 160 torch's batched solver makes NaN, zeros or an error; `export`, `chat` and `eval` solve."""
+    base = tmp_path / "base"
+    plain = load(assets / "qwen2")
+    shape = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 80}
+    for key, value in shape.items():
+        setattr(plain.config, key, value)
+    torch.manual_seed(0)
+    plain = type(plain)(plain.config)
+    plain.save_pretrained(base)
+    for file in (assets / "qwen2").glob("*token*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    config = OFTConfig(oft_block_size=160, target_modules=["q_proj", "v_proj"], use_cayley_neumann=False)
+    adapted = get_peft_model(plain, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "oft_R" in name:
+                parameter.normal_(0, 0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
+    torch.set_num_threads(1)
+    expected = logits(adapted)
+    torch.set_num_threads(2)
+
+    rotation = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").oft_R["default"]
+    stock = OFTRotationModule._cayley_batch.__wrapped__
+    try:
+        wrong = stock(rotation, rotation.weight, 160, False)
+    except RuntimeError:
+        wrong = torch.full((2, 160, 160), torch.nan)
+    assert not torch.allclose(wrong @ wrong.mT, torch.eye(160), atol=1e-3)
+
+    for trainable in (False, True):  # merged, as `export` has it, and by the forward of the adapter
+        found = build(base, tmp_path / "adapter", trainable=trainable, finetuning_type="oft")
+        assert (logits(found) - expected).abs().max() < 1e-5
+    assert (logits(load(base)) - expected).abs().max() > 1e-2
 
 
 def test_training_goes_on_from_an_oft_adapter(assets: Path, adapters: dict[str, Path]) -> None:

@@ -179,9 +179,12 @@ def test_inference_commands() -> None:
     assert run.current().arguments is None
 
 
-def test_a_second_training_of_a_process_keeps_its_own_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_training_of_a_process_keeps_its_own_decisions(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:256")
     recipe = {**RECIPE, "do_train": True, "stage": "sft", "finetuning_type": "lora"}
+    recipe |= {"dataset": "tiny", "dataset_dir": str(assets / "data")}
     for folder in ("first", "second"):
         parser.get_train_args({**recipe, "output_dir": folder})
         decisions = json.loads((Path(folder) / "ascend_report.json").read_text())["decisions"]

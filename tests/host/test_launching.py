@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llamafactory_ascend import run
+from llamafactory_ascend import log, run
 from llamafactory_ascend.features import environment
 from llamafactory_ascend.host import launching
 from llamafactory_ascend.launching import lock, processes, torchrun
@@ -65,6 +65,20 @@ def test_environment_is_filled_before_the_launch(monkeypatch: pytest.MonkeyPatch
         "max_split_size_mb:64",
         "set in the environment; the default is expandable_segments:True",
     )
+
+
+def test_variables_of_torchrun_that_are_left_over_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock waits for the other rank without a word. A RANK alone is read by nobody."""
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", "--output_dir", "o"])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launching.launch(log.rank) == 0 and "WORLD_SIZE" not in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launching.launch(log.rank) == 1
+    said = capsys.readouterr().err
+    assert "rank 1: WORLD_SIZE is 2 in the environment" in said and "unset RANK LOCAL_RANK WORLD_SIZE" in said
 
 
 def test_other_commands_pass_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

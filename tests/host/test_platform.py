@@ -146,14 +146,19 @@ def test_no_run_on_a_cpu_for_lack_of_an_npu(recipe: dict[str, Any], monkeypatch:
     assert platform.before_parsing(allowed, Settings(device="any")) is allowed
 
 
-def test_bitsandbytes_is_refused_before_loading(recipe: dict[str, Any]) -> None:
+def test_bitsandbytes_is_refused_before_loading(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe["quantization_bit"] = 4
     with pytest.raises(
         AscendError, match="`quantization_bit: 4` with bitsandbytes trains with an abnormal loss"
     ):
         parser.get_train_args(dict(recipe))
+    assert "abnormal loss" not in capsys.readouterr().err  # whoever catches the error says it, once
+    assert [each.level for each in run.current().findings] == ["error"]
     _model, *_ = parser.get_train_args({**recipe, "ascend": {"allow": ["bitsandbytes"]}})
     assert [each.level for each in run.current().findings if each.subject == "quantization"] == ["warning"]
+    assert capsys.readouterr().err.count("abnormal loss") == 1
 
 
 def test_pinned_memory_of_the_user_is_kept_and_warned_about(recipe: dict[str, Any]) -> None:

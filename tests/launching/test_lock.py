@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,7 @@ def test_rank_0_takes_what_no_launcher_holds(tmp_path: Path, monkeypatch: pytest
         assert len(ownership.handles()) == 1
     assert not (tmp_path / lock.NAME).exists() and ownership.LOCKED not in os.environ
     with ownership.ending():
+        monkeypatch.setenv("LOCAL_RANK", "1")
         monkeypatch.setenv("RANK", "1")
         ownership.take_in_rank(tmp_path)
         assert not (tmp_path / lock.NAME).exists()
@@ -205,3 +207,54 @@ def test_rank_0_takes_what_no_launcher_holds(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(ownership.LOCKED, str(tmp_path))  # by its launcher
         ownership.take_in_rank(tmp_path)
         assert not (tmp_path / lock.NAME).exists()
+
+
+def test_a_folder_that_was_deleted_and_is_another_runs_now_keeps_its_lock(tmp_path: Path) -> None:
+    mine = lock.take(tmp_path / "out", me())
+    shutil.rmtree(tmp_path / "out")
+    theirs = lock.take(tmp_path / "out", me(run="theirs", pid=os.getpid() + 1))
+    mine.release()
+    assert lock.read(tmp_path / "out") == theirs.owner
+    theirs.release()
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_flock_an_owner_removes_its_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    mine = lock.take(tmp_path / "out", me())
+    mine.release()
+    assert not (tmp_path / "out").exists()
+    mine = lock.take(tmp_path / "out", me())
+    shutil.rmtree(tmp_path / "out")
+    theirs = lock.take(tmp_path / "out", me(run="theirs"))
+    mine.release()
+    assert lock.read(tmp_path / "out") == theirs.owner
+
+
+def test_looking_refuses_what_taking_would_and_leaves_no_trace(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (tmp_path / lock.NAME).read_bytes()
+    with pytest.raises(AscendError, match=f"is in use by another run: host .*, pid {other.pid}"):
+        lock.look(tmp_path, me())
+    assert (tmp_path / lock.NAME).read_bytes() == before
+    other.kill()
+    other.wait()
+    lock.look(tmp_path, me())  # left behind: taking takes it over
+    lock.look(tmp_path / "a/b", me())
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("file/out", "dangling", "dangling/out"):
+        with pytest.raises(AscendError, match=r"cannot be written: .*(file|dangling) is no folder"):
+            lock.look(tmp_path / name, me())
+        with pytest.raises(AscendError, match="cannot be written"):
+            lock.take(tmp_path / name, me())
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(AscendError, match="may not be written"):
+        lock.look(tmp_path / "a/b", me())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lock.NAME, "dangling", "file"]

@@ -28,6 +28,7 @@ def make_report(folder: Path, key: str = "run.0.1", step: int = 0) -> lifecycle.
 
 def on_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ def test_a_folder_that_never_was_is_not_made(tmp_path: Path, monkeypatch: pytest
         ({"output_dir": "~/out"}, Path.home() / "out"),
         (["--stage", "sft", "--output_dir", "中 文"], Path("中 文")),
         (["--output_dir=a b", "--stage=sft"], Path("a b")),
+        (["--output-dir", "a", "--stage=sft", "--output_dir=b"], Path("b")),  # the last one counts
         (["--stage", "sft"], None),
         ({}, None),
     ],

@@ -209,3 +209,15 @@ def test_no_line_is_wider_than_a_log_or_ends_in_blanks() -> None:
     *drawn, path = text.splitlines()
     assert max(map(len, drawn)) <= 110 and path.endswith("/long")  # a path stays whole, to be copied
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_refusal_is_said_once() -> None:
+    findings = [
+        {"level": "error", "subject": "attention", "message": "fa2 fails"},
+        {"level": "error", "subject": "adapter", "message": "of zeros"},
+        {"level": "warning", "subject": "data", "message": "few rows"},
+    ]
+    refused = report(state="refused", explanation="attention: fa2 fails", findings=findings)
+    assert [line for line in lines(refused) if "fa2" in line] == ["explanation attention: fa2 fails"]
+    assert {"error adapter: of zeros", "warning data: few rows"} <= set(lines(refused))
+    assert "error attention: fa2 fails" in lines(report(state="failed", explanation="x", findings=findings))

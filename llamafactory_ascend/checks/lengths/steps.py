@@ -42,8 +42,8 @@ def steps(samples: int, recipe: Mapping[str, Any], ranks: int) -> Steps:
     if given["dataloader_drop_last"]:
         batches = samples // batch // ranks
     else:
-        batches = -(-(-(-samples // batch)) // ranks)
-    per_epoch = max(-(-batches // accumulation), 1) if samples else 0
+        batches = math.ceil(math.ceil(samples / batch) / ranks)
+    per_epoch = max(math.ceil(batches / accumulation), 1) if samples else 0
     total = int(given["max_steps"])
     if total <= 0:
         total = math.ceil(float(given["num_train_epochs"]) * per_epoch)

@@ -108,5 +108,6 @@ def warn(run: "Run", blocks: Sequence[Block]) -> None:
             "warning",
             "oft",
             f"blocks of {largest}: on a CPU with more than one thread torch solves batches of systems wider "
-            f"than {SAFE_SOLVE} wrongly: merge or export this adapter with OMP_NUM_THREADS=1 ({SOLVE_BUG})",
+            f"than {SAFE_SOLVE} wrongly: merge this adapter where this plugin is, or with OMP_NUM_THREADS=1 "
+            f"({SOLVE_BUG})",
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 # The largest bound of 1 + |Q|^2 that is provided for, with 14 steps; 3e6 takes no more, but leaves no step to
 # correct what the others have rounded. The bound is at most sqrt(b / 2) times too large, so every Q of a
 # spectral norm up to 350 is safe at block 128; independent entries get there with a standard deviation of 25.
-# Beyond it R is off, and the report of the run says so.
+# Beyond it R is off, or a rotation by other angles, and the report of the run says so.
 WIDEST = 1e6
 PIECE = 2**24  # elements of a matrix batch: five such buffers, 320 MiB in float32, are alive at once
 
@@ -60,16 +60,25 @@ def cayley(vectors: Tensor) -> Tensor:
         return found
 
 
+def _bound(q: Tensor) -> Tensor:
+    """Return a bound of 1 + |Q|^2 for each block, [blocks]."""
+    square = q @ q
+    # Eigenvalues of Q come in pairs, so |Q|^4 <= |Q^2|_F^2 / 2; and no norm is below the spectral one.
+    frobenius = square.flatten(1).norm(dim=1) / math.sqrt(2)
+    return 1 + torch.minimum(frobenius, square.abs().sum(2).amax(1))
+
+
+def too_wide(vectors: Tensor) -> Tensor:
+    """True for each block whose Q is beyond WIDEST; `cayley` may give it another rotation, [blocks]."""
+    return ~(_bound(skew(vectors.to(wide(vectors.dtype)))) <= WIDEST)
+
+
 def _cayley(vectors: Tensor) -> Tensor:
     q = skew(vectors.to(wide(vectors.dtype)))
     width = q.shape[-1]
     unit = torch.eye(width, dtype=q.dtype, device=q.device)
-    square = q @ q
-    # Eigenvalues of Q come in pairs, so |Q|^4 <= |Q^2|_F^2 / 2; and no norm is below the spectral one.
-    frobenius = square.flatten(1).norm(dim=1) / math.sqrt(2)
-    bound = 1 + torch.minimum(frobenius, square.abs().sum(2).amax(1))
     first, factors = _schedule(q.dtype)
-    inverse = (unit - q) * (first / bound).view(-1, 1, 1)
+    inverse = (unit - q) * (first / _bound(q)).view(-1, 1, 1)
     product = unit + q
     for factor in factors:
         inverse = torch.baddbmm(inverse, inverse, product @ inverse, beta=2 * factor, alpha=-factor)

@@ -82,7 +82,7 @@ def show(run: "Run", model: "nn.Module") -> None:
     Raises:
         AscendError: the adapters do not sit where `ascend.targets` says.
     """
-    from llamafactory_ascend.features.targets.adapted import Adapted
+    from llamafactory_ascend.features.targets.adapted import Adapted, tied
     from llamafactory_ascend.features.targets.conflicts import idle_flags
     from llamafactory_ascend.features.targets.summary import section, table
 
@@ -104,7 +104,7 @@ def show(run: "Run", model: "nn.Module") -> None:
         origin, matched = _of_the_host(run, adapted)
     found = run.facts[FEATURE] = section(origin, matched, adapted)
     flags = idle_flags(run.arguments.finetuning, run.given, adapted.trainable, origin)
-    for sentence in flags:
+    for sentence in [*flags, *tied(model)]:
         run.find("warning", FEATURE, sentence)
     log.info("\n".join([table(found), *(f"  {sentence}" for sentence in left_out)]))
 

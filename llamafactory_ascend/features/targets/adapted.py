@@ -1,7 +1,7 @@
 """What a model's adapters really sit on, and which of the host's patterns put them there."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,29 @@ class Adapted:
     def per_component(self) -> dict[str, int]:
         """Return component -> adapted modules, for those that have any."""
         return count_components(self.modules)
+
+
+def tied(model: nn.Module) -> Iterator[str]:
+    """Yield a sentence for each adapted module that shares its weight with an embedding.
+
+    PEFT merges by writing into that weight, which turns the embedding into something nobody has trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    embeddings = {id(module.weight): plain_name(name) for name, module in find(model, nn.Embedding)}
+    for name, module in find(model, BaseTunerLayer):
+        base = module.get_base_layer()
+        if not isinstance(base, nn.Embedding) and id(getattr(base, "weight", None)) in embeddings:
+            yield (
+                f"{plain_name(name)} has an adapter and shares its weight with {embeddings[id(base.weight)]}: "
+                "merging it (`llamafactory-cli export`) changes both, and the merged model is not what was "
+                "trained; leave it out, or serve the adapter without merging"
+            )
+
+
+def find(model: nn.Module, kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of a kind by their path."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
 
 
 def size(parameter: Any) -> int:

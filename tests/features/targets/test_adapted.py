@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from peft import LoraConfig, OFTConfig, get_peft_model
 from torch import nn
 
-from llamafactory_ascend.features.targets.adapted import Adapted, by_pattern, size, surprises
+from llamafactory_ascend.features.targets.adapted import Adapted, by_pattern, size, surprises, tied
 
 TEXT, VISION = "model.language_model.layers.2", "model.visual.blocks"
 
@@ -75,3 +76,37 @@ def test_size() -> None:
     gathered_elsewhere = nn.Parameter(torch.zeros(0))
     gathered_elsewhere.ds_numel = 12  # type: ignore[attr-defined]
     assert size(gathered_elsewhere) == 12
+
+
+class Tied(nn.Module):
+    """Embeddings and a head with one weight; the layer between has its own."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.embed_tokens, self.layer, self.lm_head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+        if shared:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.lm_head(self.layer(self.embed_tokens(ids)))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["lora", "oft"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_adapter_on_a_tied_head_is_said_because_merging_breaks_it(kind: str, shared: bool) -> None:
+    torch.manual_seed(0)
+    chosen = ["layer", "lm_head"]
+    config = (
+        LoraConfig(r=2, target_modules=chosen, init_lora_weights=False)
+        if kind == "lora"
+        else OFTConfig(oft_block_size=4, target_modules=chosen, init_weights=False)
+    )
+    model = get_peft_model(Tied(shared), config).eval()
+    said = list(tied(model))
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "lm_head has an adapter and shares its weight with embed_tokens"
+    ] * shared
+    ids = torch.arange(12)
+    before = model(ids)
+    assert torch.allclose(model.merge_and_unload()(ids), before, atol=1e-5) == (not shared)
