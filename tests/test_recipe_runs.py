@@ -31,7 +31,7 @@ def command(
     say: str = "",
     codes: Sequence[int] = (0,),
 ) -> str:
-    """Run ``llamafactory-cli WORDS KEY=VALUE...`` and return what it printed."""
+    """Run ``llamafactory-cli WORDS KEY=VALUE...`` to one of the exit codes; return what it printed."""
     process = subprocess.run(
         [str(BIN / "llamafactory-cli"), *words, *(f"{key}={value}" for key, value in changes.items())],
         env=environment(ranks, npu),
@@ -132,9 +132,9 @@ def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
         {"model_name_or_path": model, "adapter_name_or_path": sft, "export_dir": merged},
     )
     options = ["--model_name_or_path", str(merged), "--template", "qwen", "--do_sample", "false"]
-    # The host generates in a daemon thread, which may still be in C++ when `exit` ends the interpreter.
-    codes = (0, -signal.SIGABRT)
     words = ["chat", *options, "--max_new_tokens", str(WORDS)]
+    # `exit` aborts now and then with the plugin, never seen in stock: the cause is not known yet.
+    codes = (0, -signal.SIGABRT)
     said = command(words, folder, {}, say=f"{QUESTION}\nexit\n", codes=codes)
     return Chain(model, cpt, sft, merged, said)
 

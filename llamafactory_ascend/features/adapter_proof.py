@@ -95,7 +95,7 @@ def was_skipped(optimizer: Any, scale: float) -> bool:
     """True where a gradient scaler has left a step out, because gradients overflowed in float16.
 
     Accelerate's own flag knows DeepSpeed's scaler, but not torch's beside a fused optimizer (the Trainer's
-    default): that one is called in any case and leaves the step out itself. The scale falls with each of them.
+    default): that one is called in any case and leaves the step out itself. The scale falls each time.
 
     Args:
         scale: before the step.

@@ -13,6 +13,7 @@ from llamafactory_ascend.kernels.linear_cross_entropy import linear_cross_entrop
 
 OWNER = "ascend_chunked_loss"  # attribute of the model and of its head
 
+
 class ChunkedLoss:
     """Stands between a model's head and its loss function.
 
@@ -21,28 +22,28 @@ class ChunkedLoss:
     them chunk by chunk. The model's own forward is not copied, so what it does before and after (auxiliary
     losses, shifting, counts of tokens) stays its own.
 
-    What is put into the model finds its ChunkedLoss through the module that it is called for, so that a copy of
-    the model has one of its own; a model that is pickled comes back as stock made it.
+    What is put into the model finds its ChunkedLoss through the module that it is called for, so that a copy
+    of the model has one of its own; a model that is pickled comes back as stock made it.
 
     Attributes:
         calls: of the chunked loss.
         loss_only: an evaluation asks for nothing but the loss.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.calls = 0
         self.loss_only = False
         self.wanted = False  # the model is being called for its loss alone
         self.passed = False  # the head has passed the hidden states on
         self._stock_loss: Any = self.model.loss_function
-        for module, replacement in (
-            (self.model, _chunked(type(self.model).forward)),
-            (self.model.lm_head, _passing(nn.Linear.forward)),
-        ):
-            setattr(module, OWNER, self)
-            module.forward = MethodType(replacement, module)
+        self._put(self.model, _chunked(type(self.model).forward))
+        self._put(self.model.lm_head, _passing(nn.Linear.forward))
         self.model.loss_function = self._loss
+
+    def _put(self, module: Any, forward: Callable[..., Any]) -> None:
+        setattr(module, OWNER, self)
+        module.forward = MethodType(forward, module)
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
         if not self.passed:  # a head that was put in later, by a resized vocabulary, has made logits

@@ -128,9 +128,14 @@ def choose_blocks(run: "Run", finetuning: Any) -> None:
     """Let `oft_rank` hold where it alone is given: the host's default for `oft_block_size` stands in its way.
 
     Raises:
-        AscendError: both are given, or neither is above 0.
+        AscendError: both are given, or neither is above 0, or one is no whole number.
     """
     rank, size = finetuning.oft_rank, finetuning.oft_block_size
+    for key, value in (("oft_rank", rank), ("oft_block_size", size)):
+        if type(value) is not int or value < 0:  # the host passes on what a recipe says
+            raise AscendError(
+                f"`{key}: {value}` is no whole number from 0 on", "write `oft_block_size: 32`, for example"
+            )
     if rank and size:
         if "oft_block_size" in run.given:
             raise AscendError(

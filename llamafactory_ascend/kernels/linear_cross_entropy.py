@@ -1,8 +1,8 @@
 """Cross entropy of a language model's head, in chunks of the supervised positions alone.
 
 Logits of T positions over a vocabulary of V take T x V numbers several times over (as the model's dtype, in
-float32, as gradients): 4,096 positions of a 248,320-word vocabulary are 3.8 GiB in float32 alone. Only the loss
-and the gradient of the hidden states are wanted, and those of a position need nothing but its own logits:
+float32, as gradients): 4,096 positions of a 248,320-word vocabulary are 3.8 GiB in float32 alone. Only the
+loss and the gradient of the hidden states are wanted, and a position's need nothing but its own logits:
 
     loss_t = logsumexp(W h_t) - (W h_t)[y_t]        d loss_t / d h_t = W^T (softmax(W h_t) - onehot(y_t))
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_
 
 
 def chunk_rows(rows: int, width: int, vocabulary: int) -> int:
-    """Return how many positions a chunk has, at least 32: its logits are as many numbers as all hidden states.
+    """Return the positions of a chunk, at least 32: its logits are as many numbers as all hidden states.
 
     What one more tensor like the hidden states costs is small beside what a decoder layer needs, and fewer
     rows would leave a matrix unit idle.

@@ -67,7 +67,8 @@ def compare(
         constants: places of arguments that no gradient flows to.
 
     Returns:
-        The comparison; skipped where the device has no memory for it.
+        The comparison; skipped where the device has no memory for it, or where the old code itself makes no
+        numbers (of a broken model, say), for which the new code is not to blame.
 
     Raises:
         Exception: what `new` raises (a kernel that does not compile, for one).
@@ -83,6 +84,8 @@ def compare(
         if not found.passed:
             with _no_autocast(args, kwargs):  # under it, float32 tensors are multiplied in bfloat16 too
                 wide = _run(old, *_as_float32(args, kwargs), constants)
+            if not _is_finite(wide):
+                return Comparison(skipped="the old code's own results are NaN or infinite, in float32 too")
             if not Comparison(_distances(wide, expected, floor)).passed:
                 # the old code cannot judge in this dtype
                 found = Comparison(_distances(wide, actual, floor), "float32")
@@ -119,6 +122,11 @@ def _run(function: Call, args: Any, kwargs: Any, constants: tuple[int, ...]) -> 
         outputs = [x for x in outputs if x.requires_grad]
         gradients = torch.autograd.grad(outputs, leaves, [_direction(x) for x in outputs], allow_unused=True)
     return _Result([x.detach() for x in leaves], [x.detach() for x in outputs], list(gradients))
+
+
+def _is_finite(result: _Result) -> bool:
+    tensors = (*result.outputs, *(x for x in result.gradients if x is not None))
+    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _same(tensor: Tensor) -> Tensor:

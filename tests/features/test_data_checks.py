@@ -47,13 +47,24 @@ def judge(
         "cutoff_len": 2048,
         "packing": None,
         "preprocessing_batch_size": 1000,
+        "streaming": False,
+        "max_samples": None,
+        "eval_on_each_dataset": False,
         "stage": "sft",
         **changes,
     }
     data = SimpleNamespace(**arguments)
     holder = SimpleNamespace(
         data=data,
-        training=SimpleNamespace(predict_with_generate=changes.get("predict_with_generate", False)),
+        training=SimpleNamespace(
+            predict_with_generate=changes.get("predict_with_generate", False),
+            world_size=changes.get("world_size", 1),
+            eval_batch_size=1,
+            do_eval=True,
+            eval_strategy="no",
+            dataloader_drop_last=False,
+            accelerator_config=SimpleNamespace(even_batches=False),
+        ),
         finetuning=SimpleNamespace(stage=arguments["stage"]),
     )
     findings = data_checks.ascend_preflight(run, holder)  # type: ignore[arg-type]
@@ -129,6 +140,12 @@ def test_evaluation_sets_are_compared() -> None:
     )
     _, found = judge(None, eval_dataset=["good"])
     assert found == []
+
+
+def test_an_evaluation_that_would_hang_is_refused_by_the_rows_that_were_counted() -> None:
+    _, found = judge(None, eval_dataset=["good"], world_size=64)
+    ((level, sentence),) = found
+    assert level == "error" and "64 ranks, batches of 1: with `even_batches: false` some ranks" in sentence
 
 
 def test_generated_answers_need_none_in_the_rows(tmp_path: Path) -> None:

@@ -139,6 +139,14 @@ def test_oft_rank_alone_is_enough() -> None:
         settle({"oft_block_size": 0})
 
 
+@pytest.mark.parametrize("value", [-8, 8.0, "8", True, None], ids=repr)
+@pytest.mark.parametrize("key", ["oft_rank", "oft_block_size"])
+def test_sizes_that_are_no_whole_numbers(key: str, value: Any) -> None:
+    """PEFT makes a tensor of -8 rows of them, or of 8.0."""
+    with pytest.raises(AscendError, match=f"`{key}: {value}` is no whole number"):
+        settle({key: value})
+
+
 @pytest.mark.parametrize("key", ["use_galore", "use_apollo", "use_badam"])
 def test_an_optimizer_of_the_base_model_is_refused(key: str) -> None:
     with pytest.raises(AscendError, match=f"`{key}: true` chooses among the base model's weights"):

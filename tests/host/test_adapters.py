@@ -240,10 +240,17 @@ def two_threads() -> Iterator[None]:
 def test_wide_blocks_are_merged_rightly_on_a_cpu_with_several_threads(
     assets: Path, tmp_path: Path, two_threads: None
 ) -> None:
-    """Of blocks of 160 torch's batched solver makes NaN, zeros or an error; `export`, `chat` and `eval` solve."""
+    """Of blocks of 160 torch's batched solver makes something else, or an error."""
     base = tmp_path / "base"
     plain = load(assets / "qwen2")
-    shape = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 80}
+    shape = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "hidden_size": 320,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 80,
+    }
     for key, value in shape.items():
         setattr(plain.config, key, value)
     torch.manual_seed(0)

@@ -108,6 +108,6 @@ def recurrent_gated_delta_rule(
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 distance."""
+    """Return the relative L2 distance; infinite for NaN, which Python's `max` would hide."""
     difference, norm = (actual.double() - expected.double()).norm(), expected.double().norm()
-    return (difference / norm.clamp_min(1e-300)).item()
+    return (difference / norm.clamp_min(1e-300)).nan_to_num(nan=torch.inf).item()

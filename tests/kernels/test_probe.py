@@ -51,6 +51,15 @@ def test_nan_does_not_pass() -> None:
     assert found.as_dict()["errors"]["output"] == "nan"
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_tensors_that_are_no_numbers_are_not_put_down_to_the_new_code(bad: float) -> None:
+    broken = X.clone()
+    broken[0, 0] = bad
+    found = compare(old, old, (broken,), {})
+    assert found.passed and found.skipped.startswith("the old code's own results are NaN or infinite")
+    assert compare(old, lambda x: 1.1 * old(x), (X,), {}).skipped == ""
+
+
 def test_old_code_that_cannot_judge() -> None:
     """Where the old code is far from its own float32 result, that result is what the new code must meet."""
 

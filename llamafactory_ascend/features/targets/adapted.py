@@ -65,9 +65,9 @@ def tied(model: nn.Module) -> Iterator[str]:
         base = module.get_base_layer()
         if not isinstance(base, nn.Embedding) and id(getattr(base, "weight", None)) in embeddings:
             yield (
-                f"{plain_name(name)} has an adapter and shares its weight with {embeddings[id(base.weight)]}: "
-                "merging it (`llamafactory-cli export`) changes both, and the merged model is not what was "
-                "trained; leave it out, or serve the adapter without merging"
+                f"{plain_name(name)} has an adapter and shares its weight with "
+                f"{embeddings[id(base.weight)]}: merging it (`llamafactory-cli export`) changes both, so that "
+                "the merged model is not what was trained; leave it out, or serve the adapter unmerged"
             )
 
 

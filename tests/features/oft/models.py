@@ -64,6 +64,7 @@ def difference(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tenso
         expected = other[name]
         assert (gradient is None) == (expected is None), name
         if gradient is not None and expected is not None:
+            assert gradient.isfinite().all() and expected.isfinite().all(), name
             worst = max(worst, float((gradient - expected).norm() / expected.norm()))
     assert any(gradient is not None for gradient in one.values())
     return worst
