@@ -6,6 +6,14 @@ from benchmarks import faults_means as means
 from benchmarks.faults_means import CHINESE, PICTURES, ROWS, checkpoint, cut, data, model, package
 from benchmarks.faults_run import ALL, DONE, Fault
 
+LEFT_OVER = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29871",
+}
+
 ARGUMENTS = [
     Fault("unknown ascend key", "`ascend: {kernles: auto}`", ("did you mean `kernels`",), (2,),
           recipe={"ascend": {"kernles": "auto"}}),
@@ -75,7 +83,7 @@ CHECKPOINTS = [
 DATA = [
     Fault("data file gone", "it does not exist", ("tiny.json",), prepare=data("", name="other.json")),
     Fault("data set unknown", "`dataset: tinny`", ("tinny", "tiny"), recipe={"dataset": "tinny"}),
-    Fault("dataset_info broken", "a comma too many", ("dataset_info.json", "line 1"),
+    Fault("dataset_info broken", "a comma too many", ("dataset_info.json:1:37",),
           prepare=data(json.dumps(ROWS), '{"tiny": {"file_name": "tiny.json"},}')),
     Fault("data with a BOM", "UTF-8 with a byte order mark", ("BOM", "tiny.json"),
           prepare=data(b"\xef\xbb\xbf" + CHINESE.encode())),
@@ -109,7 +117,7 @@ PACKAGES = [
           prepare=package("torch_npu", "raise ImportError('no libhccl.so: no CANN here')", "2.10.0")),
     Fault("peft broken", "its import fails", ("peft is broken",),
           prepare=package("peft", "raise ImportError('peft is broken')")),
-    Fault("fla broken", "its import fails, on a model with linear attention", ("fla", DONE), (0,),
+    Fault("fla broken", "its import fails, on a model with linear attention", ("fla is broken", DONE), (0,),
           prepare=means.broken_fla,
           recipe={"model_name_or_path": "qwen3_5", "template": "qwen3_5_nothink", "max_steps": 2}, npu=True,
           kept=False),
@@ -140,8 +148,7 @@ ENVIRONMENT = [
           env={"SIM_NPU_DEVICES": "1"}),
     Fault("RANK left over", "RANK=1 of another program", (DONE,), (0,), env={"RANK": "1"}, whole=ALL),
     Fault("ranks left over", "all of torchrun's variables, and nobody else comes", ("unset RANK LOCAL_RANK",),
-          env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": "29871"}, recipe={"ddp_timeout": 10}, npu=True),
+          env=LEFT_OVER, recipe={"ddp_timeout": 10}, npu=True),
     Fault("HCCL_OP_TIMEOUT", "a variable that nobody reads", ("HCCL_OP_TIMEOUT", DONE), (0,), npu=True,
           env={"HCCL_OP_TIMEOUT": "600"}, whole=ALL),
     Fault("HCCL_CONNECT_TIMEOUT", "`ten`", ("HCCL_CONNECT_TIMEOUT",), (1, 2), npu=True,

@@ -86,17 +86,19 @@ def checkpoint(change: Callable[[Path], Any]) -> Prepare:
     return prepare
 
 
-def package(name: str, code: str, version: str = "") -> Prepare:
+def package(name: str, code: str, version: str = "", distribution: str = "") -> Prepare:
     """Put a package in front of the installed one; with a version it has metadata."""
+    known = distribution or name
 
     def prepare(scene: Scene) -> None:
         folder = scene.folder / "packages"
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(code)
         if version:
-            info = folder / f"{name}-{version}.dist-info"
+            info = folder / f"{known.replace('-', '_')}-{version}.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {known}\nVersion: {version}\n")
+            (info / "top_level.txt").write_text(f"{name}\n")
             if name == "torch_npu":
                 (info / "entry_points.txt").write_text(f"[torch.backends]\n{name} = {name}:_autoload\n")
         scene.env["PYTHONPATH"] = os.pathsep.join([str(folder), scene.env["PYTHONPATH"]])
@@ -209,7 +211,7 @@ def afresh(scene: Scene) -> None:
 
 def broken_fla(scene: Scene) -> None:
     """Put a broken fla in front of a run that starts afresh: its model has linear attention."""
-    package("fla", "raise ImportError('fla is broken')", "0.4.0")(scene)
+    package("fla", "raise ImportError('fla is broken')", "0.4.0", "flash-linear-attention")(scene)
     afresh(scene)
 
 

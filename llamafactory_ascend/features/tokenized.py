@@ -287,34 +287,44 @@ def tokenizer_differences(before: Mapping[str, str], now: Mapping[str, str]) -> 
 
 @hookimpl
 def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
-    """Refuse tokenized data that was made with other settings; one rank of each node looks."""
+    """Refuse tokenized data that was made with other settings, on every rank: none loads the model.
+
+    Raises:
+        AscendError: as said, with each difference; or the record cannot be read.
+    """
     path = arguments.data.tokenized_path
-    if not holds_data(path) or os.environ.get("LOCAL_RANK", "0") != "0":
+    if not holds_data(path):
         return []
     folder = Path(path)
     recorded = read(folder)
-    if recorded is None:
-        message = (
-            f"{folder} does not say which template, cutoff_len and data it was made with: whatever the "
-            f"recipe says, it is used as it is ({_again(folder)})"
-        )
-        return [Finding("warning", "tokenized_path", message)]
-    changed = differences(recorded, run, arguments, entries_of(run, arguments))
+    changed = differences(recorded, run, arguments, entries_of(run, arguments)) if recorded else []
     if changed:
         said = "".join(f"\n  {difference}" for difference in changed)
         message = f"{folder} was made with other settings, and would be used as it is:{said}"
         raise AscendError(message, _hint(folder, changed))
-    run.decide("tokenized_path", "reused", f"{folder} was made with the same settings and data")
+    if recorded:
+        run.decide("tokenized_path", "reused", f"{folder} was made with the same settings and data")
+    doubt = _doubt(folder, recorded)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank of each node warns
+    return [Finding("warning", "tokenized_path", doubt)] if doubt and first else []
+
+
+def _doubt(folder: Path, recorded: Mapping[str, Any] | None) -> str:
+    """Return why data that nothing speaks against may be wrong all the same; "" where nothing is in doubt."""
+    if recorded is None:
+        return (
+            f"{folder} does not say which template, cutoff_len and data it was made with: whatever the "
+            f"recipe says, it is used as it is ({_again(folder)})"
+        )
     now = versions()
     others = [
         f"{name} {version} (now {now.get(name, 'not installed')})"
         for name, version in recorded["versions"].items()
         if name in PACKAGES and version != now.get(name)
     ]
-    if others:
-        message = f"{folder} was made by {', '.join(others)}; where they tokenize otherwise, {_again(folder)}"
-        return [Finding("warning", "tokenized_path", message)]
-    return []
+    if not others:
+        return ""
+    return f"{folder} was made by {', '.join(others)}; where they tokenize otherwise, {_again(folder)}"
 
 
 def _hint(folder: Path, changed: list[Difference]) -> str:

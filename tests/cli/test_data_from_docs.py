@@ -55,7 +55,9 @@ def test_documents_become_texts_for_a_training(folder: Path, assets: Path, tmp_p
     assert sum(sizes[:-3]) / len(sizes[:-3]) > 0.8 * 127  # nothing is cut into small pieces
     info = json.loads((data / "dataset_info.json").read_text())
     assert info == {"corpus": {"file_name": "corpus.jsonl", "columns": {"prompt": "text"}}}
-    checked = CliRunner().invoke(app, ["data", "check", "corpus", "--stage", "pt", "--dataset-dir", str(data)])
+    checked = CliRunner().invoke(
+        app, ["data", "check", "corpus", "--stage", "pt", "--dataset-dir", str(data)]
+    )
     assert "corpus: " in checked.output and "error" not in checked.output
 
     before = out.read_bytes()
@@ -127,7 +129,9 @@ def test_files_that_cannot_be_decoded_are_named_and_skipped(
     found = from_docs(str(folder), str(out), "--model", str(assets / "qwen3"))
     assert found.exit_code == 1 and "1 of 5 files were skipped" in found.output
     assert f"warning {folder / 'broken.txt'} is skipped: its encoding is " in found.output
-    assert 'for dataset_info.json: "o": {"file_name": "o.jsonl", "columns": {"prompt": "text"}}' in found.output
+    assert (
+        'for dataset_info.json: "o": {"file_name": "o.jsonl", "columns": {"prompt": "text"}}' in found.output
+    )
     assert len(out.read_text().splitlines()) >= 3
 
 

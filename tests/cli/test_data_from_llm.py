@@ -139,7 +139,10 @@ def test_pairs_are_written_whatever_the_server_does_first(docs: Path, tmp_path: 
     rows = rows_of(out)
     questions = [row["instruction"] for row in rows]
     assert len(rows) == 2 * len(TOPICS) + 1 and len(set(questions)) == len(questions)  # the same one once
-    assert questions[:2] == ["What is topic00, part 1?", "What is topic00, part 2?"]  # in the documents' order
+    assert questions[:2] == [
+        "What is topic00, part 1?",
+        "What is topic00, part 2?",
+    ]  # in the documents' order
     assert rows[0] == {"instruction": questions[0], "input": "", "output": "It is topic00."}
     expected = {"topic00": 3, "topic01": 2, "topic02": 2, "topic03": 2, "topic04": 3}
     assert server.asked == Counter({topic: expected.get(topic, 1) for topic in TOPICS})
