@@ -1,6 +1,7 @@
 """The report as a table in the log."""
 
 import contextlib
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ def _decisions(decisions: Mapping[str, Mapping[str, str]]) -> list[Row]:
     for name, decision in decisions.items():
         if name.startswith(ENVIRONMENT):
             variables.append(f"{name.removeprefix(ENVIRONMENT)}={decision['choice']} ({decision['reason']})")
-        else:
+        elif name != "device":  # it stands at the top
             found.append((name, f"{decision['choice']} ({decision['reason']})"))
     return found + ([("environment", "; ".join(variables))] if variables else [])
 
@@ -192,11 +193,35 @@ def _adapter(adapter: Mapping[str, Any]) -> list[Row]:
     return _section(shown)
 
 
+def _kernels(kernels: Mapping[str, Any]) -> list[Row]:
+    """Return a line per replaced operator: how many modules called it, how far it was from the old code."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for switch in kernels["switches"]:
+        errors[switch["operator"]] += (switch["probe"] or {}).get("errors", {}).values()
+    found = []
+    for operator, counts in (kernels["attested"] or {}).items():
+        text = f"{', '.join(counts['backends'])}, called by {counts['called']} of {counts['modules']} modules"
+        if errors[operator]:
+            # Whole percents: the ranks' own tensors differ, and each difference would be a line of its own.
+            text += f", within {math.ceil(max(errors[operator]) * 100)} % of the old code"
+        found.append((operator, text))
+    return found
+
+
+def _targets(targets: Mapping[str, Any]) -> list[Row]:
+    modules = ", ".join(f"{component} {count}" for component, count in targets["modules"].items())
+    trainable = sum(targets["trainable"].values())
+    share = f"{trainable:,} trainable of {targets['parameters']:,} ({targets['percent']:.4g} %)"
+    return [("", f"{modules} modules by {targets['from']}, {share}")]
+
+
 # how a section of our own is shown: its name, and what makes its lines
 KNOWN: dict[str, tuple[str, Callable[[Any], list[Row]]]] = {
     "checkpointing": ("checkpointed layers", _checkpointing),
     "gradients": ("gradients", _gradients),
     "adapter": ("adapter", _adapter),
+    "kernels": ("kernels", _kernels),
+    "targets": ("targets", _targets),
 }
 
 

@@ -116,6 +116,38 @@ def test_a_section_that_only_rank_0_has_needs_no_rank() -> None:
     assert "adapter ok, tensors 128" in found and "adapter warning no config beside it" in found
 
 
+def test_kernels_have_a_line_per_replaced_operator_whatever_the_digits_of_each_rank() -> None:
+    def section(error: float) -> dict[str, Any]:
+        counts = {"backends": ["torch_npu"], "modules": 14, "called": 14}
+        probe = {"errors": {"output": error / 2, "d_0": error}}
+        switches = [{"operator": "rope", "probe": probe}, {"operator": "rope", "probe": None}]
+        return {
+            "family": "qwen3",
+            "choices": {"rope": {}},
+            "attested": {"rope": counts},
+            "switches": switches,
+        }
+
+    found = lines(report(ranks=[rank(0, kernels=section(0.0025)), rank(1, kernels=section(0.0026))]))
+    assert [line for line in found if "kernels" in line] == [
+        "kernels rope torch_npu, called by 14 of 14 modules, within 1 % of the old code"
+    ]
+    nothing = {"family": "qwen3", "choices": {"rope": {}}, "attested": None, "switches": []}
+    assert not any("kernels" in line for line in lines(report(ranks=[rank(0, kernels=nothing)])))
+
+
+def test_targets_are_one_line() -> None:
+    targets = {
+        "from": "lora_target",
+        "modules": {"text": 28, "vision": 10},
+        "trainable": {"text": 7168, "vision": 2688},
+        "parameters": 481216,
+        "percent": 2.0481,
+    }
+    found = " ".join(lines(report(ranks=[rank(0, targets=targets)])))
+    assert "targets text 28, vision 10 modules by lora_target, 9,856 trainable of 481,216 (2.048 %)" in found
+
+
 def test_gradients_are_ok_where_each_has_one_or_a_reason() -> None:
     reason = "its lora_B is still zero, so its gradient is exactly zero"
     audit = {
