@@ -202,7 +202,7 @@ def _explain(error: Any, where: str, words: Sequence[str]) -> str:
         return f"{where}: unknown key `{key}`: " + (
             f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
         )
-    return f"{where}: `{key}` is {error['input']!r}: {error['msg']}"
+    return f"{where}: `{key}` is {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _keys_beside(path: Sequence[str]) -> list[str]:

@@ -32,6 +32,8 @@ class Checks(TyperGroup):
 
 
 app = typer.Typer(cls=Checks, help=HELP, no_args_is_help=True, epilog=EPILOG)
-app.command("recipe", epilog=check_recipe.EPILOG)(check_recipe.recipe)
+# `--ascend.strict true` behind a recipe is no option of this command, but one of the training.
+behind = {"ignore_unknown_options": True}
+app.command("recipe", epilog=check_recipe.EPILOG, context_settings=behind)(check_recipe.recipe)
 app.command("adapter", epilog=check_adapter.EPILOG)(check_adapter.adapter)
 app.command("kernels", epilog=check_kernels.EPILOG)(check_kernels.kernels)

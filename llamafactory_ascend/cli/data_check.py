@@ -145,7 +145,10 @@ def _encoder(
     try:
         return data.load_encoder(model, template, cutoff_len, mask_history, media_dir)
     except (OSError, ValueError) as error:
-        raise AscendError(f"--model {model} with --template {template}: {error}") from None
+        raise AscendError(
+            f"--model {model} with --template {template}: {error}",
+            "name a folder that holds the tokenizer, or leave --model out: tokens are then not counted",
+        ) from None
 
 
 def _counting(request: "Request", entry: "Entry", encoder: "Encoder | None") -> "Request":

@@ -24,7 +24,7 @@ Examples:
 
   llamafactory-ascend data from-llm manuals qa.jsonl --endpoint http://127.0.0.1:8000/v1 --model Qwen/Qwen3-8B
 
-  OPENAI_API_KEY=... llamafactory-ascend data from-llm manuals qa.jsonl --endpoint https://llm.net --model M
+  OPENAI_API_KEY=... llamafactory-ascend data from-llm manuals qa.jsonl --endpoint https://a.example --model M
 
 Interrupted or unanswered, the same command goes on where it stopped: what is done lies in OUT.jsonl.part.
 

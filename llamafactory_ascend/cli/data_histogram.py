@@ -45,8 +45,10 @@ def plot(histogram: Histogram, cutoff_len: int, title: str, file: Path) -> None:
         color="#3b6ea5",
     )
     axes.axvline(cutoff_len, color="#b03030", label=f"cutoff_len {cutoff_len:,}")
-    if len(bins) > 1:
-        axes.set_xlim(bins[0][0], max(bins[-1][1] + 1, cutoff_len * 1.02))
+    if bins:
+        end = bins[-1][1] + 1
+        far = cutoff_len > 2 * end  # the rows would be a heap at the left edge; the legend names it
+        axes.set_xlim(min(bins[0][0], cutoff_len * 0.98), end if far else max(end, cutoff_len * 1.02))
     axes.set_xlabel("tokens of a row, before cutoff_len")
     axes.set_ylabel("rows")
     axes.set_title(title)

@@ -12,7 +12,7 @@ Examples:
 
   llamafactory-ascend data make product_attributes data/product_attributes
 
-  llamafactory-ascend data make vertical_demo dataset_info
+  llamafactory-ascend data make vertical_demo data/vertical_demo
 
   llamafactory-ascend data make product_attributes data/other_products --seed 7
 

@@ -65,7 +65,7 @@ def test_what_the_launcher_and_the_device_refuse_is_refused(train: Train) -> Non
 
 
 def test_unknown_setting_is_the_message_that_the_training_prints(train: Train) -> None:
-    code, found = check(train, "ascend.kernles=auto")
+    code, found = check(train, "--ascend.kernles", "auto")
     assert code == 2
     assert [f["message"] for f in found["findings"]] == [
         "command line: unknown key `ascend.kernles`: did you mean `kernels`?"

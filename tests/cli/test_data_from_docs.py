@@ -1,7 +1,6 @@
 """``llamafactory-ascend data from-docs``: documents in any encoding as texts of a token length."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -13,11 +12,15 @@ from typer.testing import CliRunner
 from llamafactory_ascend.cli import app, documents
 
 CHINESE = "昇腾处理器用于训练大模型。它的内存是有限的，所以要算清楚。"
-WORDS = "the quick brown fox jumps over lazy dog sum of numbers is equal".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "sum", "of", "numbers"]
 
 
 def from_docs(*words: str) -> Result:
     return CliRunner().invoke(app, ["data", "from-docs", *words])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
 def prose(seed: int, paragraphs: int) -> str:
@@ -64,12 +67,12 @@ def test_documents_become_texts_for_a_training(folder: Path, assets: Path, tmp_p
     refused = from_docs(str(folder), str(out), *words)
     assert refused.exit_code == 2 and "exists; nothing was written" in refused.output
     assert from_docs(str(folder), str(out), *words, "--force").exit_code == 0
-    assert out.read_bytes() == before and sorted(os.listdir(data)) == ["corpus.jsonl", "dataset_info.json"]
+    assert out.read_bytes() == before and names(data) == ["corpus.jsonl", "dataset_info.json"]
 
 
 @pytest.mark.parametrize("most", [16, 40, 127, 400])
 def test_passages_hold_everything_and_overlap(most: int) -> None:
-    """Nothing is lost, no passage is too long, each begins with the end of the one before, a quarter at most."""
+    """Nothing is lost, none is too long, each begins with the end of the one before, a quarter at most."""
     text = prose(1, 60)
     found = list(documents.passages(text, most, lambda part: len(part.split())))
     assert len(found) > 1 and max(len(part.split()) for part in found) <= most
@@ -153,4 +156,4 @@ def test_nothing_is_written_where_nothing_can_be(folder: Path, assets: Path, tmp
     words = [str(folder), str(out), "--model", str(assets / "qwen3"), "--dataset-dir", str(data)]
     found = from_docs(*words)
     assert found.exit_code == 2 and "another data set is called `o`" in found.output
-    assert not out.exists() and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert not out.exists() and not [name for name in names(tmp_path) if name.startswith(".")]

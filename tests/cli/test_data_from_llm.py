@@ -24,6 +24,10 @@ KEY = "sk-very-secret-0815"
 TOPICS = [f"topic{number:02d}" for number in range(12)]
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
 class Server(ThreadingHTTPServer):
     """Answers with pairs about the topic of a passage; `faults`: topic -> what to do first, in this order."""
 
@@ -150,7 +154,7 @@ def test_pairs_are_written_whatever_the_server_does_first(docs: Path, tmp_path: 
     body = server.bodies[0]
     assert body["model"] == "m" and "Write 3 question-answer pairs" in body["messages"][1]["content"]
     assert json.loads((data / "dataset_info.json").read_text()) == {"qa": {"file_name": "qa.jsonl"}}
-    assert sorted(os.listdir(data)) == ["dataset_info.json", "qa.jsonl"]
+    assert names(data) == ["dataset_info.json", "qa.jsonl"]
     everything = found.output + "".join(file.read_text() for file in data.iterdir())
     assert KEY not in everything
     checked = CliRunner().invoke(app, ["data", "check", "qa", "--dataset-dir", str(data)])
@@ -188,7 +192,7 @@ def test_an_endpoint_that_is_down_is_left_alone(docs: Path, tmp_path: Path, serv
     out = tmp_path / "qa.jsonl"
     found = from_llm(docs, out, server, "--tries", "2", "--parallel", "1")
     assert found.exit_code == 2 and "12 of 12 passages have no answer" in found.output
-    assert sum(server.asked.values()) <= 2 * 5 and os.listdir(tmp_path) == ["docs"]
+    assert sum(server.asked.values()) <= 2 * 5 and names(tmp_path) == ["docs"]
     server.faults = {topic: ["302"] for topic in TOPICS}
     found = from_llm(docs, out, server)
     assert found.exit_code == 2 and "HTTP 302" in found.output  # the key does not follow to another place

@@ -67,7 +67,7 @@ def _read_lines(file: Path, handle: BinaryIO, first: int, watch: Watch | None) -
     while data := handle.readline():
         line += 1
         try:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8").rstrip("\r\n")  # an error at the end is one of this line
             if text.strip():
                 yield Row(number, DECODER.decode(text))
                 number += 1
@@ -79,7 +79,7 @@ def _read_lines(file: Path, handle: BinaryIO, first: int, watch: Watch | None) -
                 handle.seek(start)
                 yield from _read_values(Text(file, handle, watch, line - 1), number)
                 return
-            yield broken(file, line, error.colno, text.rstrip("\r\n"), explain(error, text))
+            yield broken(file, line, error.colno, text, explain(error, text))
             number += 1
         if watch:
             watch(len(data))

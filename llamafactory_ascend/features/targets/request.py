@@ -120,7 +120,7 @@ def block_numbers(blocks: Sequence[str], count: int) -> tuple[int, ...]:
             last = int(found["end"] or found["start"])
             here = range(int(found["start"]), last + 1)
         if last >= count:
-            raise ValueError(f"`{part}` goes beyond the {count} blocks there are (0 to {count - 1})")
+            raise ValueError(f"`{part}` goes beyond the {count} blocks there are, 0 to {count - 1}")
         numbers.update(here)
     return tuple(sorted(numbers))
 
