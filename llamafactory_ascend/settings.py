@@ -91,7 +91,9 @@ class Settings(BaseModel):
             "pairs, `auto` or `off`; see docs/kernels.md."
         ),
     )
-    oft: Oft = Field(default_factory=Oft, description="How OFT adapters are made and loaded; see docs/oft.md.")
+    oft: Oft = Field(
+        default_factory=Oft, description="How OFT adapters are made and loaded; see docs/oft.md."
+    )
     targets: Targets | None = Field(
         default=None,
         description=(
@@ -102,15 +104,17 @@ class Settings(BaseModel):
     device: Literal["auto", "npu", "any"] = Field(
         default="auto",
         description=(
-            "`auto`: where torch_npu is installed, an NPU or what the recipe names (`use_cpu`), never a CPU for lack "
-            "of an NPU; elsewhere any device; `npu`: an NPU or no run; `any`: whatever the host finds."
+            "`auto`: where torch_npu is installed, an NPU or what the recipe names (`use_cpu`), never a "
+            "CPU for "
+            "lack of an NPU; elsewhere any device; `npu`: an NPU or no run; `any`: whatever the host finds."
         ),
     )
     allow: list[Literal["bitsandbytes"]] = Field(
         default_factory=list,
         description=(
-            "What is refused on NPUs unless it is named here. `bitsandbytes`: 4 and 8 bit weights, whose loss is "
-            "abnormal."
+            "What is refused on NPUs unless it is named here. `bitsandbytes`: 4 and 8 bit weights, whose "
+            "loss "
+            "is abnormal."
         ),
     )
     dataset_info: list[str] = Field(
@@ -125,7 +129,8 @@ class Settings(BaseModel):
         default="auto",
         description=(
             "`chunked`: compute the loss over the supervised positions alone, chunk by chunk, so that the "
-            "logits of all positions never exist; `auto`: do so on an NPU, unless `kernels: off`; `off`: never."
+            "logits of all positions never exist; `auto`: do so on an NPU, unless `kernels: off`; "
+            "`off`: never."
         ),
     )
     plugins: dict[str, dict[str, Any]] = Field(

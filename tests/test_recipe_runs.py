@@ -133,7 +133,7 @@ def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     )
     options = ["--model_name_or_path", str(merged), "--template", "qwen", "--do_sample", "false"]
     words = ["chat", *options, "--max_new_tokens", str(WORDS)]
-    # The host generates in a daemon thread; `exit` right behind the reply sometimes finds it still inside torch,
+    # The host generates in a daemon thread; `exit` right behind the reply sometimes finds it inside torch,
     # and C++ aborts the process that is ending ("terminate called without an active exception").
     codes = (0, -signal.SIGABRT)
     said = command(words, folder, {}, say=f"{QUESTION}\nexit\n", codes=codes)

@@ -66,8 +66,8 @@ def tied(model: nn.Module) -> Iterator[str]:
         if not isinstance(base, nn.Embedding) and id(getattr(base, "weight", None)) in embeddings:
             yield (
                 f"{plain_name(name)} has an adapter and shares its weight with "
-                f"{embeddings[id(base.weight)]}: merging it (`llamafactory-cli export`) changes both, so that "
-                "the merged model is not what was trained; leave it out, or serve the adapter unmerged"
+                f"{embeddings[id(base.weight)]}: merging it (`llamafactory-cli export`) changes both, so "
+                "that the merged model is not what was trained; leave it out, or serve the adapter unmerged"
             )
 
 
