@@ -205,6 +205,11 @@ def _checked(plugin: str, hook: str, result: Any) -> Any:
     if hook == "ascend_report_sections":
         json.dumps(result)
     if hook == "ascend_trainer_callbacks":
+        from transformers import TrainerCallback
+
+        kinds = [each if isinstance(each, type) else type(each) for each in result]
+        if not all(issubclass(each, TrainerCallback) for each in kinds):
+            raise TypeError(f"returned {result!r}, not {expected}")
         return [guard_callback(plugin, callback) for callback in result]
     return result
 

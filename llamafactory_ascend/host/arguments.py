@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_ascend import log, plugins, resources, run, settings
+from llamafactory_ascend.checks import model_files
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.host import argument_types, platform
 from llamafactory_ascend.host.versions import versions
@@ -159,6 +160,7 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     # Again in every rank, before TrainingArguments opens the device: accelerate and Ray bypass the launcher.
     fill_environment("train")
     args = host.read_args(args)
+    refuse_broken_model(platform.written(args).get("model_name_or_path"))
     parsed = original(platform.before_parsing(args, take_settings(args)[1]))
     now.judge_early_misses()
     now.arguments = arguments = run.Arguments(*parsed)
@@ -169,6 +171,17 @@ def get_train_args(original: Callable[..., Any], args: Words | None = None) -> A
     if errors:
         raise AscendError("\n".join(finding.sentence() for finding in errors))
     return parsed
+
+
+def refuse_broken_model(path: Any) -> None:
+    """Look at the files of a local model before the host reads its configuration.
+
+    Raises:
+        AscendError: they cannot be read, or there is no tokenizer.
+    """
+    found = model_files.problems(Path(path).expanduser()) if isinstance(path, str) and path else []
+    if found:
+        raise AscendError("\n".join(found), "copy the model once more, all of its files")
 
 
 def examine(now: run.Run, arguments: run.Arguments) -> list[run.Finding]:

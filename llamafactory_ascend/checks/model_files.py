@@ -1,0 +1,39 @@
+"""A model's folder before it is loaded: JSON that can be read, and a tokenizer.
+
+A broken config.json is reported with a line and no file. Without its files Transformers makes a tokenizer of
+the model's class with an empty vocabulary, and the training goes to its end on rows of unknown tokens.
+"""
+
+import json
+from pathlib import Path
+
+VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken", "*.spm")
+CONFIG = "tokenizer_config.json"
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with a model's folder, as sentences; [] where it is none of this machine."""
+    if not folder.is_dir():
+        return []
+    found = [problem for file in sorted(folder.glob("*.json")) if (problem := _broken(file))]
+    if not found and not _has_tokenizer(folder):
+        found.append(f"{folder} holds no tokenizer (none of {', '.join(VOCABULARIES)})")
+    return found
+
+
+def _broken(file: Path) -> str:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"{file} is not JSON: {error}"
+    return ""
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """True where files of a vocabulary are there, or code of the model's own that may know others."""
+    if any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        return True
+    config = folder / CONFIG
+    return config.is_file() and "auto_map" in json.loads(config.read_text(encoding="utf-8"))

@@ -1,0 +1,40 @@
+"""A model's folder that cannot be trained is named before it is loaded."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from llamafactory_ascend.checks.model_files import problems
+
+
+@pytest.fixture
+def model(assets: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(assets / "qwen3", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_a_whole_model_and_one_of_the_hub(model: Path) -> None:
+    assert problems(model) == problems(Path("Qwen/Qwen3-8B")) == []
+
+
+def test_a_broken_file_is_named(model: Path) -> None:
+    text = (model / "config.json").read_text()
+    (model / "config.json").write_text(text[: len(text) // 2])
+    (problem,) = problems(model)
+    assert problem.startswith(f"{model}/config.json is not JSON: ") and "line" in problem
+
+
+def test_a_tokenizer_that_is_missing(model: Path) -> None:
+    for file in model.glob("*token*"):
+        file.unlink()
+    assert (
+        AutoTokenizer.from_pretrained(model)("four words of text")["input_ids"].count(None) == 4
+        or len(AutoTokenizer.from_pretrained(model)) < 10
+    )  # what stock goes on with
+    (problem,) = problems(model)
+    assert problem.startswith(f"{model} holds no tokenizer")
+    (model / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["a.B", null]}}')
+    assert problems(model) == []  # its own code may read other files
