@@ -61,11 +61,11 @@ def test_asked_for(block: dict[str, Any], key: str, asked: bool) -> None:
         ("on", "x.yaml: `ascend` is 'on', it must be a block of keys"),
         ([{"strict": True}], "x.yaml: `ascend` is [{'strict': True}], it must be a block of keys"),
         ({1: True}, "x.yaml: `ascend.1` is 1: Keys should be strings"),
-        ({"kernels": "fla"}, "x.yaml: `ascend.kernels` is 'fla': Value error, it must be `auto`, `off` or a"),
-        ({"kernels": None}, "x.yaml: `ascend.kernels` is None: Value error, it must be `auto`, `off` or a"),
+        ({"kernels": "fla"}, "x.yaml: `ascend.kernels` is 'fla': it must be `auto`, `off` or a"),
+        ({"kernels": None}, "x.yaml: `ascend.kernels` is None: it must be `auto`, `off` or a"),
         (
             {"kernels": {"rope": 5}},
-            "`ascend.kernels` is {'rope': 5}: Value error, the back end of `rope` must",
+            "`ascend.kernels` is {'rope': 5}: the back end of `rope` must",
         ),
     ],
 )

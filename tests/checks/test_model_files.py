@@ -30,10 +30,8 @@ def test_a_broken_file_is_named(model: Path) -> None:
 def test_a_tokenizer_that_is_missing(model: Path) -> None:
     for file in model.glob("*token*"):
         file.unlink()
-    assert (
-        AutoTokenizer.from_pretrained(model)("four words of text")["input_ids"].count(None) == 4
-        or len(AutoTokenizer.from_pretrained(model)) < 10
-    )  # what stock goes on with
+    stock = AutoTokenizer.from_pretrained(model)  # and trains on what it makes of the rows
+    assert len(stock) == 1 and stock("four words of text")["input_ids"] == []
     (problem,) = problems(model)
     assert problem.startswith(f"{model} holds no tokenizer")
     (model / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["a.B", null]}}')

@@ -41,7 +41,7 @@ def test_blocks(text: str, numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["last:33", "first:33", "30-32", "32", "[0, 32]"])
 def test_a_block_beyond_the_last(text: str) -> None:
-    with pytest.raises(ValueError, match=r"goes beyond the 32 blocks there are \(0 to 31\)"):
+    with pytest.raises(ValueError, match=r"goes beyond the 32 blocks there are, 0 to 31"):
         block_numbers(blocks(text), 32)
 
 
@@ -50,9 +50,9 @@ def test_a_block_beyond_the_last(text: str) -> None:
     [
         ({"vison": {"modules": "all"}}, "unknown key `ascend.targets.vison`: did you mean `vision`?"),
         ({"text": {"module": "all"}}, "unknown key `ascend.targets.text.module`: did you mean `modules`?"),
-        ({}, "`ascend.targets` is {}: Value error, it names no component; known: text, projector, vision"),
-        ({"text": "all"}, "`ascend.targets.text` is 'all': Value error, it must be a block such as"),
-        ({"text": None}, "`ascend.targets.text` is None: Value error, it must be a block such as"),
+        ({}, "`ascend.targets` is {}: it names no component; known: text, projector, vision"),
+        ({"text": "all"}, "`ascend.targets.text` is 'all': it must be a block such as"),
+        ({"text": None}, "`ascend.targets.text` is None: it must be a block such as"),
         ({"text": {"modules": []}}, "`ascend.targets.text.modules` is ()"),
         ({"text": {"modules": [0]}}, "a number names no module, write it with its parent: `mlp.0`"),
         ({"text": {"modules": "q_*"}}, "`q_*` is no end of a module path such as `attn.qkv`, nor one of"),

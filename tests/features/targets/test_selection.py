@@ -159,7 +159,7 @@ def test_routed_experts_are_said() -> None:
         ),
         (
             {"vision": {"modules": "attn.qkv", "blocks": "last:3"}},
-            "`ascend.targets.vision.blocks`: `last:3` goes beyond the 2 blocks there are (0 to 1)",
+            "`ascend.targets.vision.blocks`: `last:3` goes beyond the 2 blocks there are, 0 to 1",
         ),
         (
             {"text": {"modules": "q_proj", "blocks": "first:3"}},
