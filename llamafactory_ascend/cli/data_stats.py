@@ -78,7 +78,7 @@ def stats(
 
     Rows stream through: memory does not grow with their number. Evaluation sets are not counted.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if plot is not None:
             data_files.check_target(plot, force)
@@ -102,6 +102,8 @@ def stats(
     except KeyboardInterrupt:
         typer.echo("interrupted: nothing was written", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         typer.echo(json.dumps(figures, ensure_ascii=False, indent=2))
     else:

@@ -110,7 +110,7 @@ def scenarios(
     bare = folder / "bare"
     bare.mkdir()
     shutil.copy(Path(base["model_name_or_path"]) / "config.json", bare)
-    (bare / "tokenizer.json").write_text("{")
+    (bare / "tokenizer.json").write_text("{}")  # JSON, as far as the files are looked at before
     no_weights = folder / "no_weights"
     shutil.copytree(base["model_name_or_path"], no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     broken = folder / "broken_data"
@@ -120,7 +120,8 @@ def scenarios(
 
     yield "tokenizer", {"model_name_or_path": str(bare)}, []
     yield "load", {"model_name_or_path": str(no_weights)}, []
-    yield "dataset", {"dataset_dir": str(broken)}, []
+    unseen = {"data": {"seconds": 0}}  # else the rows are looked at before
+    yield "dataset", {"dataset_dir": str(broken), "ascend": unseen}, []
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
     os.environ.update(fsdp)
     yield "refused", {}, []
