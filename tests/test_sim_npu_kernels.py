@@ -233,8 +233,8 @@ def test_fusion_attention_keeps_packed_sequences_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"keep_prob": 0.9}, NotImplementedError, "dropout, pse and prefix"),
-        ({"sparse_mode": 4}, NotImplementedError, "sparse_mode 4"),
+        ({"keep_prob": 0.9}, RuntimeError, "dropout, pse and prefix"),
+        ({"sparse_mode": 4}, RuntimeError, "not 4"),
         ({"sparse_mode": 3}, RuntimeError, "2048 x 2048 atten_mask"),
         ({"input_layout": "NBSD"}, RuntimeError, "unknown input_layout 'NBSD'"),
         ({"input_layout": "TND"}, RuntimeError, "TND needs actual_seq_qlen"),

@@ -1,15 +1,13 @@
 """``llamafactory-ascend check recipe``: would this training start here, and what should be known before?"""
 
 import json
-import subprocess
-import sys
-import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llamafactory_ascend.cli.stages import read
+from llamafactory_ascend.cli.stages import collect
 
 EPILOG = """
 Examples:
@@ -63,26 +61,11 @@ def examine(words: list[str]) -> dict[str, Any]:
     Returns:
         ``findings`` (level, subject, message), ``decisions`` (subject, choice, reason) and ``exit_code``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "stages.jsonl"
-        command = [sys.executable, "-P", "-m", "llamafactory_ascend.host.preflight", str(log), *words]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=TIMEOUT,
-            )
-            code, stderr = done.returncode, done.stderr
-        except subprocess.TimeoutExpired as expired:
-            code, stderr = None, (expired.stderr or b"").decode(errors="replace")
-        stages = read(log)
-    return judge(stages, code, stderr)
+    found = collect("llamafactory_ascend.host.preflight", words, TIMEOUT)
+    return judge(found.stages, found.code, found.stderr)
 
 
-def judge(stages: list[dict[str, Any]], code: int | None, stderr: str) -> dict[str, Any]:
+def judge(stages: Sequence[Mapping[str, Any]], code: int | None, stderr: str) -> dict[str, Any]:
     """Turn the stages of the preflight into a verdict.
 
     Args:

@@ -5,10 +5,6 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,8 +12,8 @@ import typer
 from llamafactory_ascend import __version__
 from llamafactory_ascend.cli import compatibility, imports, machine, variables
 from llamafactory_ascend.cli.compatibility import UNKNOWN
-from llamafactory_ascend.cli.diagnosis import Diagnosis, Probe, Surroundings, judge
-from llamafactory_ascend.cli.stages import read
+from llamafactory_ascend.cli.diagnosis import Diagnosis, Surroundings, judge
+from llamafactory_ascend.cli.stages import collect
 
 EPILOG = """
 Examples:
@@ -66,7 +62,7 @@ def examine() -> Diagnosis:
             for entry in importlib.metadata.entry_points(group="torch.backends")
         ),
     )
-    versions, probe = _distributions(), _probe()
+    versions, probe = _distributions(), collect("llamafactory_ascend.host.probe", (), TIMEOUT)
     seen = [*compatibility.judge(versions, compatibility.requirements()), *imports.judge(versions, probe)]
     found = machine.look(os.environ)
     device = probe.value("device") or {}
@@ -86,28 +82,6 @@ def _distributions() -> dict[str, str]:
             continue
         found[name] = version or UNKNOWN  # what an interrupted pip leaves has no metadata
     return found
-
-
-def _probe() -> Probe:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stages.jsonl"
-        # -P: a folder called torch in the user's working directory is not the torch that trains
-        command = [sys.executable, "-P", "-m", "llamafactory_ascend.host.probe", str(path)]
-        code: int | None = None
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=TIMEOUT,
-            )
-            code, stderr = done.returncode, done.stderr
-        except subprocess.TimeoutExpired as expired:
-            stderr = (expired.stderr or b"").decode(errors="replace")
-        stages = read(path)
-    return Probe(stages, code, stderr)
 
 
 def show(diagnosis: Diagnosis) -> None:

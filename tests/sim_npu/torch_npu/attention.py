@@ -85,7 +85,7 @@ def _additive_mask(
 ) -> tuple[Tensor | None, bool]:
     """(mask to add to the scores or None, whether attention is causal) for one attention."""
     if sparse_mode not in (0, 2, 3):
-        raise NotImplementedError(f"simulated npu_fusion_attention: sparse_mode {sparse_mode}")
+        raise RuntimeError(f"npu_fusion_attention: sparse_mode 0, 2, 3 are simulated, not {sparse_mode}")
     if sparse_mode in (2, 3):  # causal, aligned to the left (2) or right (3) end of the keys
         if atten_mask is None or atten_mask.shape[-2:] != (2048, 2048):
             raise RuntimeError("npu_fusion_attention: sparse_mode 2 and 3 need the 2048 x 2048 atten_mask")
@@ -121,7 +121,7 @@ def _forward(
     sparse_mode: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     if keep_prob < 1.0 or pse is not None or prefix is not None:
-        raise NotImplementedError("simulated npu_fusion_attention: dropout, pse and prefix")
+        raise RuntimeError("npu_fusion_attention: the simulator computes no dropout, pse and prefix")
     packed = input_layout == "TND"
     outputs, log_sums = [], []
     for q, k, v in _each_attention(

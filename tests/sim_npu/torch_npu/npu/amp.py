@@ -13,7 +13,7 @@ class autocast(torch.amp.autocast_mode.autocast):
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's scaler on the device; ``dynamic=False``, a fixed scale, is refused."""
+    """torch's scaler on the device, whose scale is always dynamic."""
 
     def __init__(
         self,
@@ -21,11 +21,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        dynamic: bool = True,
+        *,
         enabled: bool = True,
     ) -> None:
-        if not dynamic:
-            raise NotImplementedError("simulated torch.npu.amp.GradScaler: dynamic=False")
         super().__init__(
             "npu",
             init_scale=init_scale,
