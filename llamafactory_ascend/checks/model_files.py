@@ -9,13 +9,19 @@ from pathlib import Path
 
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 CONFIG = "tokenizer_config.json"
+# What Transformers reads; others' notes in the same folder may be as they like.
+READ = (
+    "config.json", "generation_config.json", "tokenizer.json", CONFIG, "vocab.json", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.json", "*processor_config.json", "*.index.json",
+)  # fmt: skip
 
 
 def problems(folder: Path) -> list[str]:
     """Return what is wrong with a model's folder, as sentences; [] where it is none of this machine."""
     if not folder.is_dir():
         return []
-    found = [problem for file in sorted(folder.glob("*.json")) if (problem := _broken(file))]
+    files = sorted({file for pattern in READ for file in folder.glob(pattern)})
+    found = [problem for file in files if (problem := _broken(file))]
     if not found and not _has_tokenizer(folder):
         found.append(f"{folder} holds no tokenizer (none of {', '.join(VOCABULARIES)})")
     return found

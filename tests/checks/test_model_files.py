@@ -36,3 +36,12 @@ def test_a_tokenizer_that_is_missing(model: Path) -> None:
     assert problem.startswith(f"{model} holds no tokenizer")
     (model / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["a.B", null]}}')
     assert problems(model) == []  # its own code may read other files
+
+
+def test_a_file_that_is_not_read_may_be_broken(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "notes.json").write_text("{", encoding="utf-8")
+    assert problems(tmp_path) == []
+    (tmp_path / "model.safetensors.index.json").write_text("{", encoding="utf-8")
+    (problem,) = problems(tmp_path)
+    assert problem.startswith(f"{tmp_path}/model.safetensors.index.json is not JSON")
