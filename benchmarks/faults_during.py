@@ -1,15 +1,15 @@
 """Faults that happen while a run trains, as data; ``faults_saboteur.py`` makes them, in step 4."""
 
 from benchmarks.faults_means import PICTURES, afresh, mounted, pictures
-from benchmarks.faults_run import ALL, DONE, Fault
+from benchmarks.faults_run import ALL, DONE, STOPPED, Fault
 
 EVALUATION = {"eval_dataset": "tiny", "eval_strategy": "steps", "eval_steps": 1}
 
 PROCESSES = [
     Fault("rank killed", "SIGKILL to one of two ranks", ("lost: rank 1, after step 3",), ranks=2,
           sabotage="kill", rank=1, whole=(1, 2, 3)),
-    Fault("rank terminated", "SIGTERM to one of two ranks: all save and stop", ("SIGTERM",), ranks=2,
-          sabotage="terminate", rank=1, whole=(1, 2, 3, 4)),
+    Fault("rank terminated", "SIGTERM to one of two ranks: all save and stop", ("SIGTERM", STOPPED),
+          ranks=2, sabotage="terminate", rank=1, whole=(1, 2, 3, 4)),
     Fault("rank exits", "os._exit(7) in one of two ranks", ("lost: rank 1, after step 3",), ranks=2,
           sabotage="exit", rank=1, whole=(1, 2, 3)),
     Fault("rank segfaults", "SIGSEGV in one of two ranks", ("lost: rank 0, after step 3",), ranks=2,
@@ -19,22 +19,24 @@ PROCESSES = [
           rank=1, whole=(1, 2, 3)),
     Fault("rank hangs", "it sleeps in forward; `ddp_timeout: 10`", ("rank 0 failed",), ranks=2,
           sabotage="hang", rank=1, recipe={"ddp_timeout": 10}, whole=(1, 2, 3)),
-    Fault("agent killed", "SIGKILL to torchrun: its ranks save and stop", ("torchrun was killed by SIGKILL",),
-          ranks=2, sabotage="kill agent", rank=0, recipe={"max_steps": 1000, "save_steps": 1000}),
+    Fault("agent killed", "SIGKILL to torchrun: its ranks save and stop",
+          ("torchrun was killed by SIGKILL", '"state": "failed"'), ranks=2, sabotage="kill agent", rank=0,
+          recipe={"max_steps": 1000, "save_steps": 1000}),
     Fault("launcher killed", "SIGKILL to llamafactory-cli: torchrun trains on", ('"state": "completed"',),
           (-9,), 2, sabotage="kill launcher", rank=0, whole=ALL, after=120),
-    Fault("launcher terminated", "SIGTERM to llamafactory-cli, two ranks", ("SIGTERM",), (143,), 2,
-          sabotage="terminate launcher", rank=0, whole=(1, 2, 3, 4)),
+    Fault("launcher terminated", "SIGTERM to llamafactory-cli, two ranks", ("SIGTERM", STOPPED), (143,),
+          2, sabotage="terminate launcher", rank=0, whole=(1, 2, 3, 4)),
     Fault("process killed", "SIGKILL, one rank", ("No process has finished this report", '"last_step": 3'),
           (-9,), sabotage="kill", whole=(1, 2, 3)),
     Fault("process segfaults", "SIGSEGV, one rank", ("No process has finished this report",), (-11,),
           sabotage="segfault", whole=(1, 2, 3)),
-    Fault("terminated", "SIGTERM", ("SIGTERM",), (143,), sabotage="terminate", whole=(1, 2, 3, 4)),
-    Fault("interrupted", "SIGINT", ("KeyboardInterrupt",), (-2, 130), sabotage="interrupt",
+    Fault("terminated", "SIGTERM", ("SIGTERM", STOPPED), (143,), sabotage="terminate", whole=(1, 2, 3, 4)),
+    Fault("interrupted", "SIGINT", ("SIGINT: stopped after step 4", STOPPED), (-2, 130), sabotage="interrupt",
           whole=(1, 2, 3, 4)),
     Fault("interrupted twice", "SIGINT, SIGINT", ("a second SIGINT",), (-2, 130), sabotage="interrupt twice",
           whole=(1, 2, 3)),
-    Fault("terminal closed", "SIGHUP", ("SIGHUP",), (129,), sabotage="hang up", whole=(1, 2, 3, 4)),
+    Fault("terminal closed", "SIGHUP", ("SIGHUP", STOPPED), (129,), sabotage="hang up",
+          whole=(1, 2, 3, 4)),
     Fault("workers killed", "SIGKILL to the data loader's workers", ("DataLoader worker",),
           sabotage="kill workers", recipe={"dataloader_num_workers": 1, "per_device_train_batch_size": 1},
           whole=(1, 2, 3)),

@@ -23,6 +23,7 @@ BIN = Path(sys.executable).parent
 MARK = "FAULTS_MARK"  # by which every process of a run is known, whoever its parent is by now
 ALL = (1, 2, 3, 4, 5)  # steps with a checkpoint where a run completes
 DONE = "llamafactory-ascend: completed"
+STOPPED = '"state": "stopped"'
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NPROC_PER_NODE")
 
 

@@ -39,6 +39,14 @@ class Device:
     memory: int | None = None
 
 
+_assumed: list[Device] = []
+
+
+def assume(found: Device) -> None:
+    """Decide for this device from now on, in this process, whatever is here: to judge another machine."""
+    _assumed[:] = [found]
+
+
 def decide(used: str | None = None) -> Device:
     """Choose as the host does: NPU before CUDA before CPU.
 
@@ -48,6 +56,8 @@ def decide(used: str | None = None) -> Device:
     Args:
         used: the type the host has decided on, where it is known (`use_cpu: true` passes an NPU by).
     """
+    if _assumed:
+        return _assumed[0]
     npu, no_npu = _npu()
     cuda, no_cuda = (None, "") if npu else _cuda(no_npu)
     found = npu or cuda or Device("cpu", "CPU", 1, False, f"{no_npu}; {no_cuda}")
@@ -180,9 +190,41 @@ def memory(device_type: str) -> dict[str, int] | None:
     try:
         return {
             "allocated": module.memory_allocated(),
-            "peak_allocated": module.max_memory_allocated(),
+            "peak_allocated": max(module.max_memory_allocated(), _peaks.get("allocated", 0)),
             "reserved": module.memory_reserved(),
-            "peak_reserved": module.max_memory_reserved(),
+            "peak_reserved": max(module.max_memory_reserved(), _peaks.get("reserved", 0)),
         }
     except Exception:  # asked for a report on a dead device: the failure itself matters more
         return None
+
+
+_peaks: dict[str, int] = {}  # of this process, from before a restart
+
+
+def restart_peak(device_type: str) -> None:
+    """Let the allocator's peaks begin anew; ``memory`` goes on to tell the highest of the process."""
+    import torch
+
+    module: Any = getattr(torch, device_type)
+    _peaks["allocated"] = max(module.max_memory_allocated(), _peaks.get("allocated", 0))
+    _peaks["reserved"] = max(module.max_memory_reserved(), _peaks.get("reserved", 0))
+    module.reset_peak_memory_stats()
+
+
+def forget_peaks(device_type: str) -> None:
+    """Let the peaks that ``memory`` tells begin anew, where the device counts them."""
+    import torch
+
+    module: Any = getattr(torch, device_type, None)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats()
+        _peaks.clear()
+
+
+def available(device_type: str) -> int:
+    """Return the bytes of the current device that this process has or can still get: what others leave."""
+    import torch
+
+    module: Any = getattr(torch, device_type)
+    free, _ = module.mem_get_info()
+    return int(free + module.memory_reserved())

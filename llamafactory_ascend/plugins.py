@@ -38,6 +38,7 @@ BUILT_IN = (
     "llamafactory_ascend.features.data_loading",
     "llamafactory_ascend.features.data_checks",
     "llamafactory_ascend.features.tokenized",
+    "llamafactory_ascend.features.trained_lengths",
     "llamafactory_ascend.features.attention",
     "llamafactory_ascend.features.nan_guard",
     "llamafactory_ascend.features.oft_arguments",
@@ -53,6 +54,7 @@ BUILT_IN = (
     "llamafactory_ascend.features.stopping",
     "llamafactory_ascend.features.adapter",
     "llamafactory_ascend.features.memory",
+    "llamafactory_ascend.features.stress",
 )
 ELEMENTS: dict[str, type] = {  # what the list or the mapping that a hook returns must hold
     "ascend_patches": Patch,

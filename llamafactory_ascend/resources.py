@@ -49,6 +49,6 @@ def recipe(name: str) -> Path:
     )
     raise AscendError(
         f"no recipe `{name}` is shipped"
-        + (f": did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""),
+        + (f": did you mean {' or '.join(f'`{one}`' for one in near[:3])}?" if near else ""),
         "llamafactory-ascend recipes ls",
     )

@@ -1,12 +1,13 @@
 """The ``ascend:`` block of a recipe: what it may say, and how it is read from each form a recipe can take."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from llamafactory_ascend.errors import AscendError
@@ -76,11 +77,20 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     strict: bool = Field(default=False, description="Turn everything the plugin could not do into an error.")
-    checkpointing: Literal["full", "off"] = Field(
+    checkpointing: Literal["full", "auto", "offload", "off"] = Field(
         default="full",
         description=(
-            "`full`: checkpoint every layer that takes part in backward, never re-entrantly; "
-            "`off`: leave gradient checkpointing to the host."
+            "`full`: checkpoint every layer that takes part in backward, never re-entrantly; `auto`: all but "
+            "as many of the last ones as fit into `memory_budget`; `offload`: every one, its input in host "
+            "memory until backward; `off`: leave gradient checkpointing to the host; see "
+            "docs/checkpointing.md."
+        ),
+    )
+    memory_budget: float | ByteSize = Field(
+        default=0.9,
+        description=(
+            "With `checkpointing: auto`, what a step may allocate on a device: a size (`48GiB`), or a share "
+            "of what other processes leave of the device's memory."
         ),
     )
     kernels: Literal["auto", "off"] | dict[str, str] = Field(
@@ -133,6 +143,13 @@ class Settings(BaseModel):
             "`off`: never."
         ),
     )
+    stress: bool = Field(
+        default=False,
+        description=(
+            "`true`: before the first step, take one at the full size that the recipe allows, evaluate a "
+            "batch of that size, and put everything back; what does not fit is refused; see docs/running.md."
+        ),
+    )
     plugins: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Settings of third-party plugins, by plugin name; passed to them as they are.",
@@ -142,6 +159,16 @@ class Settings(BaseModel):
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML 1.1 and OmegaConf read a bare `off` as False
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _share_or_size(cls, value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+            return float(value)
+        size = re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?B", value) if isinstance(value, str) else None
+        if size is None:
+            raise ValueError("it must be a size with its unit, as in `48GiB`, or a share up to 1")
+        return value
 
     @field_validator("kernels", mode="before")
     @classmethod

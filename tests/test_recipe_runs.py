@@ -1,6 +1,7 @@
 """Shipped recipes through the stock command: overrides make them tiny, the rest is theirs."""
 
 import json
+import math
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -90,6 +91,34 @@ def test_sharded_recipe_stops_early_and_leaves_the_best_adapter(best: Path) -> N
     assert report["decisions"]["recipe"]["choice"] == "qwen3_8_27b_lora_sft_fsdp2"
 
 
+def test_sharded_mixture_of_experts_trains(assets: Path, tmp_path: Path) -> None:
+    """One step of the 35B-A3B recipe on two simulated NPUs, with the kernels that it chooses by itself."""
+    if SIMULATOR_MISSING:
+        pytest.skip(SIMULATOR_MISSING)
+    changes = {
+        "model_name_or_path": assets / "qwen3_5_moe",
+        "dataset": "tiny",
+        "eval_dataset": "null",
+        "eval_strategy": "'no'",
+        "dataset_dir": assets / "data",
+        "output_dir": tmp_path / "out",
+        "max_samples": 4,
+        "cutoff_len": 48,
+        "max_steps": 1,
+        "save_strategy": "'no'",
+        "ascend.strict": "true",
+    }
+    command(["train", "ascend:qwen3_5_35b_a3b_lora_sft_fsdp2"], tmp_path, changes, ranks=2, npu=True)
+    report = json.loads((tmp_path / "out" / "ascend_report.json").read_text(encoding="utf-8"))
+    first, second = report["ranks"]
+    assert (report["state"], report["last_step"]) == ("completed", 1)
+    assert first["sharding"]["classes"]["Qwen3_5MoeDecoderLayer"] == [4, 4]
+    assert not first["gradients"]["problems"] and first["adapter"]["tensors"] == 2 * 4
+    assert (first["lengths"]["rows"], first["lengths"]["counted"]) == (4, 4) and "lengths" not in second
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["log_history"][0]["loss"] == pytest.approx(math.log(640), abs=0.1), "of random weights"
+
+
 @dataclass(frozen=True)
 class Chain:
     """Folders of the four steps, and what the chat printed."""
@@ -134,7 +163,8 @@ def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     options = ["--model_name_or_path", str(merged), "--template", "qwen", "--do_sample", "false"]
     words = ["chat", *options, "--max_new_tokens", str(WORDS)]
     # The host generates in a daemon thread; `exit` right behind the reply sometimes finds it inside torch,
-    # and C++ aborts the process that is ending ("terminate called without an active exception").
+    # and C++ aborts the process that is ending ("terminate called without an active exception"). So it does
+    # without the plugin: in 3 of 14 runs with LLAMAFACTORY_ASCEND=0 on a busy CPU, in 1 of 14 with it.
     codes = (0, -signal.SIGABRT)
     said = command(words, folder, {}, say=f"{QUESTION}\nexit\n", codes=codes)
     return Chain(model, cpt, sft, merged, said)

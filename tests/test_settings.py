@@ -31,6 +31,13 @@ def test_off_as_yaml_reads_it(off: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"), [("48GiB", 48 << 30), ("1.5 GB", 1.5e9), (0.5, 0.5), (1, 1.0)]
+)
+def test_a_memory_budget_is_a_size_or_a_share(given: Any, expected: float) -> None:
+    assert settings.read({"memory_budget": given}, "x.yaml").memory_budget == expected
+
+
+@pytest.mark.parametrize(
     ("block", "key", "asked"),
     [
         ({"checkpointing": "full"}, "checkpointing", True),
@@ -55,8 +62,11 @@ def test_asked_for(block: dict[str, Any], key: str, asked: bool) -> None:
         ({"strict": "perhaps"}, "x.yaml: `ascend.strict` is 'perhaps': Input should be a valid boolean"),
         (
             {"checkpointing": "some"},
-            "x.yaml: `ascend.checkpointing` is 'some': Input should be 'full' or 'off'",
+            "x.yaml: `ascend.checkpointing` is 'some': Input should be 'full', 'auto', 'offload' or 'off'",
         ),
+        ({"memory_budget": 48}, "x.yaml: `ascend.memory_budget` is 48: it must be a size with its unit"),
+        ({"memory_budget": "0.5"}, "x.yaml: `ascend.memory_budget` is '0.5': it must be a size with"),
+        ({"memory_budget": True}, "x.yaml: `ascend.memory_budget` is True: it must be a size with"),
         ({"plugins": {"one": 3}}, "x.yaml: `ascend.plugins.one` is 3: Input should be a valid dictionary"),
         ("on", "x.yaml: `ascend` is 'on', it must be a block of keys"),
         ([{"strict": True}], "x.yaml: `ascend` is [{'strict': True}], it must be a block of keys"),

@@ -6,7 +6,7 @@ Nothing heavy is imported here: ``doctor`` has to work where ``import torch`` do
 import typer
 
 from llamafactory_ascend import __version__
-from llamafactory_ascend.cli import check, data, doctor, patches, recipes
+from llamafactory_ascend.cli import check, data, doctor, estimate, patches, recipes
 
 __all__ = ["app"]
 
@@ -16,6 +16,8 @@ Examples:
   llamafactory-ascend doctor
 
   llamafactory-ascend check adapter saves/qwen
+
+  llamafactory-ascend estimate train.yaml
 
 Exit codes: 0 fine, 1 findings, 2 broken or wrong usage; each command's --help says what they mean there.
 """
@@ -47,6 +49,7 @@ def main(
 
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(check.app, name="check")
+app.command("estimate", epilog=estimate.EPILOG, context_settings=check.behind)(estimate.estimate)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")
 app.command("patches", epilog=patches.EPILOG)(patches.patches)

@@ -70,11 +70,10 @@ class Endpoint:
             except TimeoutError:
                 said = f"no answer within {self.timeout:g} s"
             except (OSError, HTTPException) as error:
-                said = self._hidden(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                said = (
-                    f"not the answer of a chat endpoint: {type(error).__name__}: {self._hidden(str(error))}"
-                )
+                cause = " ".join(str(getattr(error, "reason", error)).split())
+                said = self._hidden(f"{type(error).__name__}: {cause}")
+            except ValueError as error:
+                said = f"not the answer of a chat endpoint: {self._hidden(str(error))}"
             if place + 1 < self.tries and self.stop.wait(wait):
                 break
         raise Unanswered(said)
@@ -100,20 +99,36 @@ class Endpoint:
             if isinstance(error.reason, TimeoutError | socket.timeout):
                 raise TimeoutError from None
             raise
-        text = json.loads(data)["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError("`content` is no text")
-        return text
+        return _content(data)
 
     def _body(self, error: urllib.error.HTTPError) -> str:
         try:
-            text = error.read(2000).decode("utf-8", "replace")
+            text = _beginning(error.read(2000))
         except (OSError, HTTPException):
             text = ""
-        return self._hidden(" ".join(text.split())[:200] or str(error.reason))
+        return self._hidden(text or str(error.reason))
 
     def _hidden(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
+
+
+def _content(data: bytes) -> str:
+    """Return the text of a completion.
+
+    Raises:
+        ValueError: there is none; the message shows how the answer begins.
+    """
+    try:
+        text = json.loads(data)["choices"][0]["message"]["content"]
+        if isinstance(text, str):
+            return text
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        pass
+    raise ValueError(_beginning(data) or "it is empty")
+
+
+def _beginning(data: bytes) -> str:
+    return " ".join(data[:2000].decode("utf-8", "replace").split())[:200]
 
 
 def _asked_wait(value: str | None) -> float:

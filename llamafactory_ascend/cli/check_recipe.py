@@ -77,7 +77,7 @@ def judge(stages: Sequence[Mapping[str, Any]], code: int | None, stderr: str) ->
     for stage in stages:
         if stage["state"] == "failed":
             findings.append(
-                {"level": "error", "subject": "refused", "message": _cause(stage["error"], stderr)}
+                {"level": "error", "subject": "refused", "message": cause(stage["error"], stderr)}
             )
     if said is None:
         lines = stderr.strip().splitlines() or ["it said nothing"]
@@ -92,7 +92,7 @@ def judge(stages: Sequence[Mapping[str, Any]], code: int | None, stderr: str) ->
     }
 
 
-def _cause(error: str, stderr: str) -> str:
+def cause(error: str, stderr: str) -> str:
     """Return the message of a refusal; one that ended the process printed it instead of raising it."""
     kind, _, message = error.partition(": ")
     if kind == "SystemExit":

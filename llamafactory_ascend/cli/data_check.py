@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from llamafactory_ascend.cli import failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def check(
         str | None, typer.Option(help="As in the recipe; needed with --model, but for pt.")
     ] = None,
     cutoff_len: Annotated[int, typer.Option(min=1, help="As in the recipe.")] = 2048,
+    max_samples: Annotated[
+        int | None, typer.Option(min=1, help="As in the recipe: the rows that are used.")
+    ] = None,
     mask_history: Annotated[bool, typer.Option("--mask-history", help="As in the recipe.")] = False,
     dropped: Annotated[float, typer.Option(min=0, max=1, help="As `ascend.data.dropped`.")] = 0.1,
     empty: Annotated[float, typer.Option(min=0, max=1, help="As `ascend.data.empty`.")] = 0.1,
@@ -87,7 +91,7 @@ def check(
         encoder = _encoder(model, template, cutoff_len, mask_history, media_dir or dataset_dir)
     except AscendError as error:
         _finish([], [Problem("error", "dataset_info", error.what, error.hint)], as_json)
-    request = Request(stage, cutoff_len, media_dir, limits)
+    request = Request(stage, cutoff_len, media_dir, limits, max_samples=max_samples)
     general = [Problem("warning", "dataset_info", warning) for warning in found.warnings]
     sets, leaks = examine(found, names, evaluation or [], request, encoder, as_json)
     _finish(sets, [*general, *leaks], as_json)
@@ -125,14 +129,13 @@ def _unfound(name: str, error: AscendError) -> "SetCheck":
     from llamafactory_ascend.checks.data.check import SetCheck
     from llamafactory_ascend.checks.data.problem import Problem
 
-    return SetCheck(name, "", "", 0, 0, False, 0.0, (Problem("error", "name", error.what, error.hint),))
+    return SetCheck(name, "", "", 0, 0, 0, False, 0.0, (Problem("error", "name", error.what, error.hint),))
 
 
 def _size(entry: "Entry") -> int:
-    from llamafactory_ascend.checks.data.tables import files_of
+    from llamafactory_ascend.checks.data import tables
 
-    path = entry.path
-    return sum(file.stat().st_size for file in files_of(path)) if path and path.exists() else 0
+    return tables.size(tables.files_of(entry.path)) if entry.path else 0
 
 
 def _encoder(
@@ -145,8 +148,9 @@ def _encoder(
     try:
         return data.load_encoder(model, template, cutoff_len, mask_history, media_dir)
     except (OSError, ValueError) as error:
+        cause = " ".join(str(error.__cause__ or error).split())
         raise AscendError(
-            f"--model {model} with --template {template}: {error}",
+            f"--model {model} with --template {template}: {cause}",
             "name a folder that holds the tokenizer, or leave --model out: tokens are then not counted",
         ) from None
 
@@ -166,6 +170,12 @@ def _finish(sets: "list[SetCheck]", general: "list[Problem]", as_json: bool) -> 
     from llamafactory_ascend.checks.data.check import exit_code
 
     code = exit_code([*general, *(problem for one in sets for problem in one.problems)])
+    with failures.told():
+        _print(sets, general, code, as_json)
+    raise typer.Exit(code)
+
+
+def _print(sets: "list[SetCheck]", general: "list[Problem]", code: int, as_json: bool) -> None:
     if as_json:
         verdict = {
             "exit_code": code,
@@ -175,14 +185,14 @@ def _finish(sets: "list[SetCheck]", general: "list[Problem]", as_json: bool) -> 
         typer.echo(json.dumps(verdict, ensure_ascii=False, indent=2))
     else:
         show(sets, general)
-    raise typer.Exit(code)
 
 
 def show(sets: "list[SetCheck]", general: "list[Problem]") -> None:
     """Print the verdicts on stdout, each data set's own findings under its line."""
     for one in sets:
         rows = f"{one.rows:,} rows, {one.kept:,} kept" if one.rows else "no rows read"
-        partly = "" if one.complete else ", not all of them read" if one.rows else ""
+        partly = f", {one.unused:,} more behind max_samples" if one.unused else ""
+        partly += "" if one.complete else ", not all of them read" if one.rows else ""
         typer.echo(f"{one.name}: {rows}{partly}, {one.seconds:.1f} s{f' ({one.place})' if one.place else ''}")
         for problem in one.problems:
             _show_problem(problem, "  ")

@@ -4,12 +4,14 @@ import filecmp
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llamafactory_ascend.cli import failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -45,16 +47,17 @@ def add(
 
     What is there keeps its order and its indentation; the file as it was is kept as dataset_info.json.bak.
     """
-    try:
+    with failures.told(dataset_dir):
         entries = chosen(fragment, dataset_dir)
         copies = plan_copies(entries, dataset_dir)
         changed = edit(dataset_dir, entries, copies)
-    except AscendError as error:
-        raise _stop(error) from None
     for entry in entries:
         typer.echo(f"{entry.name}: {'added' if entry.name in changed else 'there already'}")
     for _, target in copies:
         typer.echo(f"copied {target}")
+    for entry in entries:
+        if media := media_of(entry):
+            typer.echo(media)
 
 
 def remove(
@@ -62,18 +65,16 @@ def remove(
     dataset_dir: Folder = Path("data"),
 ) -> None:
     """Take an entry out of dataset_info.json; its data files stay. What was there is kept as .bak."""
-    from llamafactory_ascend.checks.data import catalogue, info_text
+    from llamafactory_ascend.checks.data import catalogue, info_text, tables
 
     source = catalogue.Source(dataset_dir / catalogue.INFO, "yours")
-    try:
+    with failures.told(dataset_dir), _held(dataset_dir):
         found = catalogue.read([source])
         entry = found.find(name)
         text = _text(source.file)
         _replace(source.file, info_text.remove(text, name))
-    except AscendError as error:
-        raise _stop(error) from None
     typer.echo(f"{name}: removed from {source.file}")
-    if entry.path is not None and entry.path.exists():
+    if entry.path is not None and tables.files_of(entry.path):
         typer.echo(f"{entry.path} stays")
 
 
@@ -118,7 +119,7 @@ def plan_copies(entries: "list[Entry]", dataset_dir: Path) -> list[tuple[Path, P
             continue
         if catalogue.climbs_out(entry):
             raise AscendError(f"{entry.place}: `{entry.name}` names a file outside its own folder: {path}")
-        if not path.exists():
+        if not tables.files_of(path):
             if (dataset_dir / path.relative_to(entry.folder)).exists():
                 continue  # the user's own copy of what is not shipped
             raise AscendError(
@@ -133,6 +134,19 @@ def plan_copies(entries: "list[Entry]", dataset_dir: Path) -> list[tuple[Path, P
                     f"{target} is another file than {file}; nothing was written", "move it, or rename it"
                 )
     return [(source, target) for target, source in copies.items()]
+
+
+def media_of(entry: "Entry") -> str:
+    """Say where the media of an entry are, which are not copied; "" where it has none."""
+    from llamafactory_ascend.checks.data import schema
+
+    columns = schema.layout(entry.keys).columns
+    names = [name for name in schema.MEDIA if columns[name]]
+    if not names:
+        return ""
+    where = f"they lie in {entry.folder.resolve()}"
+    said = _described(entry) if entry.source.origin == "shipped" else where
+    return f"{entry.name}: {' and '.join(names)} are not copied, {said}; `media_dir: DIR` names their folder"
 
 
 def _described(entry: "Entry") -> str:
@@ -151,28 +165,41 @@ def edit(dataset_dir: Path, entries: "list[Entry]", copies: list[tuple[Path, Pat
     """
     from llamafactory_ascend.checks.data import catalogue, info_text
 
-    file = dataset_dir / catalogue.INFO
-    own = catalogue.read([catalogue.Source(file, "yours")])
-    there = {name: found[0] for name, found in own.entries.items()}
-    text, changed = _text(file) if file.exists() else "", []
-    for entry in entries:
-        if not isinstance(entry.keys, Mapping):
-            raise AscendError(f"{entry.place}: `{entry.name}` is no block of keys")
-        if entry.name not in there:
-            text = info_text.add(text, entry.name, entry.keys)
-            changed.append(entry.name)
-        elif there[entry.name].keys != entry.keys:
-            raise AscendError(
-                f"{there[entry.name].place}: another data set is called `{entry.name}`; nothing was written",
-                f"llamafactory-ascend data remove {entry.name} --dataset-dir {dataset_dir}",
-            )
-    for source, target in copies:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _copy(source, target)
-    if changed:
-        dataset_dir.mkdir(parents=True, exist_ok=True)
-        _replace(file, text)
-    return changed
+    dataset_dir.mkdir(parents=True, exist_ok=True)
+    with _held(dataset_dir):
+        file = dataset_dir / catalogue.INFO
+        own = catalogue.read([catalogue.Source(file, "yours")])
+        there = {name: found[0] for name, found in own.entries.items()}
+        text, changed = _text(file) if file.exists() else "", []
+        for entry in entries:
+            if not isinstance(entry.keys, Mapping):
+                raise AscendError(f"{entry.place}: `{entry.name}` is no block of keys")
+            if entry.name not in there:
+                text = info_text.add(text, entry.name, entry.keys)
+                changed.append(entry.name)
+            elif there[entry.name].keys != entry.keys:
+                place = there[entry.name].place
+                raise AscendError(
+                    f"{place}: another data set is called `{entry.name}`; nothing was written",
+                    f"llamafactory-ascend data remove {entry.name} --dataset-dir {dataset_dir}",
+                )
+        for source, target in copies:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy(source, target)
+        if changed:
+            _replace(file, text)
+        return changed
+
+
+@contextmanager
+def _held(dataset_dir: Path) -> Iterator[None]:
+    """Keep other commands away between reading dataset_info.json and writing it."""
+    from llamafactory_ascend.cli import data_files
+
+    if not dataset_dir.is_dir():
+        raise AscendError(f"there is no folder {dataset_dir.resolve()}")
+    with data_files.alone(dataset_dir):
+        yield
 
 
 def _text(file: Path) -> str:
@@ -195,15 +222,12 @@ def _copy(source: Path, target: Path) -> None:
 
 def _replace(file: Path, text: str) -> None:
     """Write a text in place of a file at once; what was there is kept beside it as .bak."""
+    file = file.resolve()  # a link stays one
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as scratch:
-        whole = Path(scratch) / file.name
+        whole, backup = Path(scratch) / file.name, Path(scratch) / "bak"
         whole.write_bytes(text.encode("utf-8"))
         if file.exists():
             shutil.copymode(file, whole)
-            shutil.copy2(file, file.with_name(f"{file.name}.bak"))
+            shutil.copy2(file, backup)
+            backup.replace(file.with_name(f"{file.name}.bak"))
         whole.replace(file)
-
-
-def _stop(error: AscendError) -> typer.Exit:
-    typer.echo(f"error {error}", err=True)
-    return typer.Exit(2)

@@ -1,5 +1,6 @@
 """Files that data commands write: whole or not at all, and their entry in dataset_info.json."""
 
+import fcntl
 import json
 import os
 import tempfile
@@ -12,22 +13,47 @@ from llamafactory_ascend.errors import AscendError
 
 
 def check_target(file: Path, force: bool) -> None:
-    """Refuse a file that is there, or whose folder is not, before any work is done.
+    """Refuse a file that is there, or whose folder is not or is closed, before any work is done.
 
     Raises:
         AscendError: as said.
     """
     if not file.parent.is_dir():
         raise AscendError(f"there is no folder {file.parent.resolve()}", f"mkdir -p {file.parent}")
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise AscendError(f"nothing can be written into the folder {file.parent.resolve()}")
     if file.is_dir():
         raise AscendError(f"{file} is a folder", "name a file in it")
+    if file.exists() and not file.is_file():  # /dev/stdout: a new file would take its place
+        raise AscendError(f"{file} is no ordinary file")
     if file.exists() and not force:
         raise AscendError(f"{file} exists; nothing was written", "--force overwrites it")
 
 
 @contextmanager
+def alone(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a file or a folder against other processes of these commands, where it can be locked.
+
+    Raises:
+        AscendError: another one has it, and ``wait`` is not given.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise AscendError(f"{path} is in use: another process writes it") from None
+        except OSError:
+            pass  # no locks on this file system
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def written(file: Path) -> "Iterator[TextIO]":
     """Open a text that takes the file's place when it is whole; after an exception nothing has changed."""
+    file = file.resolve()  # a link stays one
     handle, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llamafactory_ascend.cli import data_files
+from llamafactory_ascend.cli import data_files, failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def from_docs(
 
     called = name or out.stem
     keys = data_files.entry_for(out, dataset_dir, COLUMNS)
-    try:
+    with failures.told(out):
         data_files.check_target(out, force)
         data_files.check_name(called, keys, dataset_dir)
         files = documents.find(folder)
@@ -58,9 +58,6 @@ def from_docs(
             if not texts:
                 raise AscendError(f"{folder}: no file has a text; nothing was written")
         said = data_files.register(called, keys, dataset_dir)
-    except AscendError as error:
-        typer.echo(f"error {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(
         f"{out}: {texts:,} texts of {len(files) - skipped:,} files, {repeated:,} repeated ones left out"
     )
@@ -78,6 +75,9 @@ def token_counter(model: str) -> "Length":
     """
     from transformers import AutoTokenizer
 
+    from llamafactory_ascend.host.arguments import refuse_broken_model
+
+    refuse_broken_model(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -93,16 +93,17 @@ def write(
     Returns:
         Files that were skipped, texts that were written, texts that were left out as repeated.
     """
+    from llamafactory_ascend.checks.data import tables
     from llamafactory_ascend.cli import documents
     from llamafactory_ascend.cli.data_progress import Progress
 
     skipped = texts = repeated = 0
     seen: set[bytes] = set()
     with Progress() as progress:
-        progress.begin("documents", sum(file.stat().st_size for file in files))
+        progress.begin("documents", tables.size(files))
         for file in files:
             document = load(file)
-            progress.advance(file.stat().st_size)
+            progress.advance(tables.size([file]))
             if document is None or document.text is None:
                 skipped += 1
                 continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llamafactory_ascend.cli import data_files
+from llamafactory_ascend.cli import data_files, failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -66,30 +66,29 @@ def from_llm(
     called = name or out.stem
     keys = data_files.entry_for(out, dataset_dir, {})
     try:
-        data_files.check_target(out, force)
-        data_files.check_name(called, keys, dataset_dir)
-        key = chat_endpoint.usable_key(os.environ.get(key_variable, ""), key_variable)
-        url = chat_endpoint.completions_url(endpoint)
-        asked = chat_endpoint.Endpoint(url, model, key, tries, timeout, temperature)
-        skipped, passages = read(folder, characters)
-        settings = {"model": model, "pairs": pairs, "characters": characters, "temperature": temperature}
-        with journal.opened(out.with_name(f"{out.name}.part"), settings, force) as done:
-            missing = collect(asked, passages, pairs, parallel, done)
-            if missing:
-                raise AscendError(
-                    f"{len(missing):,} of {len(passages):,} passages have no answer, the last one: "
-                    f"{missing[-1]}; {out} is not written, what is done is in {done.file}",
-                    "the same command asks for the rest",
-                )
-            written, barren = write(out, passages, done)
-        said = data_files.register(called, keys, dataset_dir)
-    except AscendError as error:
-        typer.echo(f"error {error}", err=True)
-        raise typer.Exit(2) from None
+        with failures.told(out):
+            data_files.check_target(out, force)
+            data_files.check_name(called, keys, dataset_dir)
+            key = chat_endpoint.usable_key(os.environ.get(key_variable, ""), key_variable)
+            url = chat_endpoint.completions_url(endpoint)
+            asked = chat_endpoint.Endpoint(url, model, key, tries, timeout, temperature)
+            skipped, passages = read(folder, characters)
+            settings = {"model": model, "pairs": pairs, "characters": characters, "temperature": temperature}
+            with journal.opened(out.with_name(f"{out.name}.part"), settings, force) as done:
+                missing = collect(asked, passages, pairs, parallel, done)
+                if missing:
+                    kept = f", what is done is in {done.file}" if done.pairs else ""
+                    raise AscendError(
+                        f"{len(missing):,} of {len(passages):,} passages have no answer, the last one: "
+                        f"{missing[-1]}; {out} is not written{kept}",
+                        "the same command asks for the rest",
+                    )
+                written, barren = write(out, passages, done)
+                said = data_files.register(called, keys, dataset_dir)
+                done.remove()
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on where it stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    done.file.unlink(missing_ok=True)
     typer.echo(f"{out}: {written:,} pairs about {len(passages):,} passages")
     if barren:
         typer.echo(f"{barren:,} passages gave no valid pair", err=True)
@@ -160,6 +159,9 @@ def collect(
                 sys.stderr.flush()
                 os._exit(INTERRUPTED)  # the threads would be waited for
             raise
+        except BaseException:  # the disk is full: answers that nobody can keep are not asked for
+            _drop(endpoint, futures)
+            raise
         _save(futures, done)
     unasked = sum(passage not in done.pairs for passage in passages) - len(missing)
     return ["not asked"] * max(unasked, 0) + missing
@@ -213,7 +215,10 @@ def write(out: Path, passages: dict[str, str], done: "Journal") -> tuple[int, in
     rows = list(_rows(passages, done))
     if not rows:
         reasons = sorted({reason for found in done.pairs.values() for reason in found.rejected})
-        raise AscendError(f"no answer holds a valid pair ({'; '.join(reasons)}); nothing was written")
+        raise AscendError(
+            f"no answer holds a valid pair ({'; '.join(reasons)}); nothing was written",
+            "--force asks about all passages again",
+        )
     with data_files.written(out) as lines:
         for row in rows:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")

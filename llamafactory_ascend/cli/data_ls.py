@@ -1,6 +1,7 @@
 """``llamafactory-ascend data ls``: every data set that a recipe can name, and where it comes from."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llamafactory_ascend.cli import failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -40,12 +42,9 @@ def ls(
     """List every data set: those of dataset_dir, of fragments over it, of plugins, and the shipped ones."""
     from llamafactory_ascend.features import data_checks
 
-    try:
+    with failures.told():
         found = data_checks.catalogue(dataset_dir, dataset_info or [])
-    except AscendError as error:
-        typer.echo(f"error {error}", err=True)
-        raise typer.Exit(2) from None
-    listed = [as_dict(found, entry) for entries in found.entries.values() for entry in entries]
+        listed = [as_dict(found, entry) for entries in found.entries.values() for entry in entries]
     if as_json:
         typer.echo(json.dumps(listed, ensure_ascii=False, indent=2))
     else:
@@ -81,7 +80,8 @@ def remark(found: "Catalogue", entry: "Entry") -> str:
         return error.what.partition("\n")[0].rstrip(":")
     if meant is not entry:
         return f"not used: {meant.place} has the same name"
-    return "its file does not exist" if entry.path and not entry.path.exists() else ""
+    there = entry.path is None or os.path.exists(entry.path)  # noqa: PTH110 - False for any broken name
+    return "" if there else "its file does not exist"
 
 
 def show(listed: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.cli import failures
 
 EPILOG = """
 Examples:
@@ -35,11 +35,8 @@ def make(
     """
     from llamafactory_ascend import demo_data
 
-    try:
+    with failures.told(folder):
         made = demo_data.make(name, folder, seed)
-    except AscendError as error:
-        typer.echo(f"error {error}", err=True)
-        raise typer.Exit(2) from None
     for entry, rows in made.rows.items():
         typer.echo(f"{entry}: {rows} rows")
     if made.pictures:

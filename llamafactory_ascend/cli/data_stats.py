@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llamafactory_ascend.cli import data_files, data_histogram, data_workers
+from llamafactory_ascend.cli import data_files, data_histogram, data_workers, failures
 from llamafactory_ascend.errors import AscendError
 
 if TYPE_CHECKING:
@@ -80,37 +80,39 @@ def stats(
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if plot is not None:
-            data_files.check_target(plot, force)
-        options = {
-            "model_name_or_path": model,
-            "template": template,
-            "cutoff_len": cutoff_len,
-            "stage": stage,
-            "dataset_dir": None if dataset_dir is None else str(dataset_dir),
-        }
-        job = prepare(what, {key: value for key, value in options.items() if value is not None})
-        started = time.monotonic()
-        totals = count(job, workers or data_workers.cores(), as_json)
-        figures = summarize(job, totals, ranks or _ranks(), time.monotonic() - started)
-        if plot is not None:
-            title = f"{', '.join(entry.name for entry in job.entries)}: {totals.kept:,} rows"
-            data_histogram.plot(totals.tokens, figures["cutoff_len"], title, plot)
-    except AscendError as error:
-        typer.echo(f"error {error}", err=True)
-        raise typer.Exit(2) from None
+        with failures.told(plot):
+            if plot is not None:
+                data_files.check_target(plot, force)
+            options = {
+                "model_name_or_path": model,
+                "template": template,
+                "cutoff_len": cutoff_len,
+                "stage": stage,
+                "dataset_dir": None if dataset_dir is None else str(dataset_dir),
+            }
+            job = prepare(what, {key: value for key, value in options.items() if value is not None})
+            started = time.monotonic()
+            totals = count(job, workers or data_workers.cores(), as_json)
+            figures = summarize(job, totals, ranks or _ranks(), time.monotonic() - started)
+            show(figures, totals, as_json)  # before the picture, which a full disk may prevent
+            if plot is not None:
+                title = f"{', '.join(entry.name for entry in job.entries)}: {totals.kept:,} rows"
+                data_histogram.plot(totals.tokens, figures["cutoff_len"], title, plot)
+                typer.echo(f"drawn: {plot}", err=True)
     except KeyboardInterrupt:
         typer.echo("interrupted: nothing was written", err=True)
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    raise typer.Exit(1 if totals.dropped or totals.failed else 0)
+
+
+def show(figures: dict[str, Any], totals: "Totals", as_json: bool) -> None:
+    """Print the figures on stdout."""
     if as_json:
         typer.echo(json.dumps(figures, ensure_ascii=False, indent=2))
     else:
         typer.echo("\n".join(lines(figures, totals)))
-        if plot is not None:
-            typer.echo(f"drawn: {plot}")
-    raise typer.Exit(1 if totals.dropped or totals.failed else 0)
 
 
 def prepare(what: list[str], options: dict[str, Any]) -> Job:
@@ -120,6 +122,7 @@ def prepare(what: list[str], options: dict[str, Any]) -> Job:
         AscendError: a key, a name or a file that cannot be.
     """
     from llamafactory_ascend.checks.data import schema
+    from llamafactory_ascend.checks.lengths import steps
     from llamafactory_ascend.features import data_checks
     from llamafactory_ascend.host import arguments, lengths
 
@@ -142,6 +145,7 @@ def prepare(what: list[str], options: dict[str, Any]) -> Job:
     if not data_checks.is_folder(recipe.setdefault("dataset_dir", "data")):
         raise AscendError(f"dataset_dir {recipe['dataset_dir']} is no folder: its rows are elsewhere")
     encoder = lengths.load(recipe, stage)
+    steps.steps(0, recipe, 1)  # a batch of 0 is found now, not after all rows
     found = data_checks.catalogue(Path(recipe["dataset_dir"]), settings.dataset_info if settings else [])
     entries = [found.find(name) for name in encoder.data_args.dataset]
     for entry in entries:
@@ -153,14 +157,18 @@ def prepare(what: list[str], options: dict[str, Any]) -> Job:
 
 def _read_recipe(words: list[str]) -> tuple[dict[str, Any], Any]:
     """Return the host's keys of a recipe with its overrides, and our settings."""
+    import yaml
+    from omegaconf.errors import OmegaConfBaseException
+
     from llamafactory_ascend import settings
     from llamafactory_ascend.host import arguments
 
     resolved = arguments.resolve(words)
     try:
         rest, block = settings.take(arguments.read_recipe(resolved))
-    except (OSError, ValueError) as error:
-        raise AscendError(f"{words[0]} cannot be read: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise AscendError(f"{words[0]} cannot be read: {' '.join(cause.split())}") from None
     return rest, settings.read(block, resolved[0], words[1:])
 
 
@@ -204,7 +212,9 @@ def _rows(job: Job, progress: "Progress") -> "Iterator[Item]":
     for of, entry in enumerate(job.entries):
         hint = _check_hint(entry.name, job.recipe)
         if entry.path is None:
-            raise AscendError(f"{entry.place}: the data of `{entry.name}` is no local file")
+            raise AscendError(
+                f"{entry.place}: the rows of `{entry.name}` are in no local file and not counted"
+            )
         problems = [one for one in path_problems(entry) if one.level == "error"]
         if problems:
             raise AscendError(problems[0].message, problems[0].next)
@@ -212,7 +222,7 @@ def _rows(job: Job, progress: "Progress") -> "Iterator[Item]":
         problems = tables.type_problems(files)
         if problems:
             raise AscendError(problems[0].message, problems[0].next)
-        progress.begin(entry.name, sum(file.stat().st_size for file in files))
+        progress.begin(entry.name, tables.size(files))
         found = tables.read(files, progress.advance)
         for item in itertools.islice(found, job.encoder.data_args.max_samples):
             if not isinstance(item, Row):

@@ -1,5 +1,6 @@
 """Documents of a folder as text: .md and .txt in whatever encoding, in passages that overlap."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Document:
 def find(place: Path) -> list[Path]:
     """Return the documents of a folder and of those below it, in the order of their paths.
 
+    A folder that cannot be opened is among them: reading it says why it is skipped.
+
     Raises:
         AscendError: there is none.
     """
@@ -37,10 +40,15 @@ def find(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise AscendError(f"there is no folder {place.resolve()}")
-    found = sorted(file for file in place.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
+    closed: list[Path] = []
+    found: list[Path] = []
+    for folder, _, names in os.walk(place, onerror=lambda error: closed.append(Path(error.filename))):
+        files = [Path(folder) / name for name in names]
+        found += [file for file in files if file.suffix.lower() in ENDINGS and file.is_file()]
+    found += closed
     if not found:
         raise AscendError(f"{place} and the folders below it hold no {' or '.join(ENDINGS)} file")
-    return found
+    return sorted(found)
 
 
 def read(file: Path) -> Document:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llamafactory_ascend.checks.data.decoding import DECODER
 from llamafactory_ascend.checks.data.rows import normalize
 
 QUESTION = (4, 2_000)  # characters, fewest and most
 ANSWER = (1, 8_000)
-DECODER = json.JSONDecoder(strict=False)
 KEYS = {"question", "answer"}
+BEGINNINGS = 1_000  # brackets of a reply that are looked at: a model that repeats one for ever is not read on
 
 SYSTEM = (
     "You write training data. From the passage you are given, and from nothing else, you write questions "
@@ -62,10 +63,13 @@ def parse(text: str) -> Pairs:
 def _objects(text: str) -> Iterator[Any]:
     """Yield what may be a pair, from every JSON value that begins somewhere in the text."""
     at = 0
-    while match := re.compile(r"[\[{]").search(text, at):
+    for _ in range(BEGINNINGS):
+        match = re.compile(r"[\[{]").search(text, at)
+        if match is None:
+            return
         try:
             value, at = DECODER.raw_decode(text, match.start())
-        except (json.JSONDecodeError, RecursionError):
+        except json.JSONDecodeError:
             at = match.start() + 1
             continue
         yield from _items(value)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from llamafactory_ascend import recipe_text, resources
+from llamafactory_ascend.cli import failures
 from llamafactory_ascend.errors import AscendError
 
 EPILOG = """
@@ -122,13 +124,12 @@ def cp(
     path = Path(target)
     if path.is_dir() or target.endswith(("/", os.sep)):
         path = path / source.name
-    try:
+    with failures.told(path):
         if path.suffix not in (".yaml", ".yml"):
             raise AscendError(f"{path}: the host reads recipes from .yaml files only", f"name it {path}.yaml")
         text, changes = recipe_text.override(source.read_text(encoding="utf-8"), words or [])
+        check_keys(text, changes, name)
         backup = write(path, text, force)
-    except AscendError as error:
-        raise stop(error) from None
     for change in changes:
         before = "not in the recipe before" if change.before is None else f"was {change.before}"
         typer.echo(f"{change.key}: {change.after} ({before})")
@@ -138,15 +139,29 @@ def cp(
 
 
 def find(name: str) -> Path:
-    try:
+    with failures.told():
         return resources.recipe(name.removeprefix("ascend:"))
-    except AscendError as error:
-        raise stop(error) from None
 
 
-def stop(error: AscendError) -> typer.Exit:
-    typer.echo(f"error {error}", err=True)
-    return typer.Exit(2)
+def check_keys(text: str, changes: "list[recipe_text.Change]", name: str) -> None:
+    """Refuse overrides that no training would take; the host is asked only for a key of no shipped recipe.
+
+    Raises:
+        AscendError: a key that is unknown, with the nearest known one, or a value that the `ascend:` block
+            cannot have.
+    """
+    from llamafactory_ascend import settings
+
+    _, block = settings.take(yaml.safe_load(text))
+    settings.read(block, name)
+    known = {key for file in resources.recipes().values() for key in yaml.safe_load(file.read_text("utf-8"))}
+    keys = {change.key.partition(".")[0] for change in changes} - known - {"ascend"}
+    if not keys:
+        return
+    from llamafactory_ascend.host import argument_types
+
+    for key in sorted(keys):
+        argument_types.refuse_unknown(key)
 
 
 def write(path: Path, text: str, force: bool) -> Path | None:
@@ -159,16 +174,16 @@ def write(path: Path, text: str, force: bool) -> Path | None:
         AscendError: the file is there, and ``force`` is not given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    backup = _move_aside(path) if force and path.exists() else None
-    try:
-        path.touch(exist_ok=False)  # ours from here on, whoever else is at it
-    except FileExistsError:
-        raise AscendError(
-            f"{path} is there already; nothing was written", "name another file, or add --force"
-        ) from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         whole = Path(scratch) / path.name
-        whole.write_text(text, encoding="utf-8")
+        whole.write_text(text, encoding="utf-8")  # a full disk is found before anything has changed
+        backup = _move_aside(path) if force and path.exists() else None
+        try:
+            path.touch(exist_ok=False)  # ours from here on, whoever else is at it
+        except FileExistsError:
+            raise AscendError(
+                f"{path} is there already; nothing was written", "name another file, or add --force"
+            ) from None
         whole.replace(path)
     return backup
 

@@ -3,12 +3,15 @@
 Stock checkpoints only layers that own a trainable parameter, re-entrantly. With LoRA on the attention of a
 hybrid that leaves three layers of four with all their activations. Non-re-entrant checkpointing needs no
 input that requires a gradient, so the hooks that put one there are removed, and layers below the first
-adapter (or a frozen vision tower) run without any graph.
+adapter (or a frozen vision tower) run without any graph. `auto` leaves the last layers un-recomputed where
+memory allows (``checkpointing_auto``), `offload` moves the layers' inputs to the host
+(``checkpointing_offload``).
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ from llamafactory_ascend.hookspecs import hookimpl
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
+    from llamafactory_ascend.features.checkpointing_offload import HostInputs
     from llamafactory_ascend.run import Arguments, Run
 
 OURS = "every layer in backward, non-re-entrant"
@@ -37,19 +41,29 @@ class LayerCheckpointing:
 
     Attributes:
         kwargs: what goes to torch's ``checkpoint`` besides ``use_reentrant`` (e.g. ``context_fn``).
-        forward, recomputed, plain: calls by ``id`` of the layer while counting: those that ran through the
-            checkpoint, those of them that backward ran again, those that needed no graph. Ids and numbers
-            only: nothing here keeps a module or a tensor alive.
+        kept: ``id`` of the layers that run past the checkpoint, with all their activations.
+        meter: while not None, returns the bytes allocated now, and is asked around each recomputation.
+        saved_bytes: by ``id`` of the layer, what the recomputations that were metered left allocated: what
+            the layer would save for backward if it were kept.
+        host_inputs: takes the layers' inputs to the host between forward and backward, if not None.
+        forward, recomputed, plain, unrecomputed: calls by ``id`` of the layer while counting: those that
+            ran through the checkpoint, those of them that backward ran again, those that needed no graph,
+            those of kept layers. Ids and numbers only: nothing here keeps a module or a tensor alive.
         compiled: True once torch.compile has traced a layer; the calls of a compiled graph cannot be counted.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         self.kwargs: dict[str, Any] = {}
         self.adopt(kwargs)
+        self.kept: frozenset[int] = frozenset()
+        self.meter: Callable[[], int] | None = None
+        self.saved_bytes: Counter[int] = Counter()
+        self.host_inputs: HostInputs | None = None
         self.counting = self.compiled = False
         self.forward: Counter[int] = Counter()
         self.recomputed: Counter[int] = Counter()
         self.plain: Counter[int] = Counter()
+        self.unrecomputed: Counter[int] = Counter()
 
     def adopt(self, kwargs: dict[str, Any]) -> None:
         """Take over arguments for torch's ``checkpoint``; ``use_reentrant`` is not heeded, others stay."""
@@ -57,6 +71,9 @@ class LayerCheckpointing:
 
     def start_counting(self) -> None:
         self.forward, self.recomputed, self.plain = Counter(), Counter(), Counter()
+        self.unrecomputed = Counter()
+        if self.host_inputs is not None:
+            self.host_inputs.moved = 0
         self.counting = True
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,20 +89,36 @@ class LayerCheckpointing:
             if counting:
                 self.plain[id(layer)] += 1
             return function(*args, **kwargs)
-        return self._checkpoint(self._counted(function, id(layer)) if counting else function, args, kwargs)
+        if id(layer) in self.kept:
+            if counting:
+                self.unrecomputed[id(layer)] += 1
+            return function(*args, **kwargs)
+        observed = counting or self.meter is not None
+        with self.host_inputs.saving(args) if self.host_inputs is not None else nullcontext():
+            return self._checkpoint(
+                self._observed(function, id(layer), counting) if observed else function, args, kwargs
+            )
 
-    def _counted(self, function: Callable[..., Any], key: int) -> Callable[..., Any]:
-        calls = 0
+    def _observed(self, function: Callable[..., Any], key: int, counting: bool) -> Callable[..., Any]:
+        calls, meter = 0, self.meter
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def observed(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls <= 2:  # a graph that is kept for a second backward is recomputed again
+            if counting and calls <= 2:  # a graph that is kept for a second backward is recomputed again
                 (self.forward if calls == 1 else self.recomputed)[key] += 1
-            return function(*args, **kwargs)
+            if meter is None or calls != 2:
+                return function(*args, **kwargs)
+            before = meter()
+            try:
+                return function(*args, **kwargs)
+            finally:  # torch ends a recomputation by an exception, as soon as it has what backward needs
+                self.saved_bytes[key] += meter() - before
 
         # Where the tensors are must stay visible to _checkpoint.
-        return partial(counted, **keywords) if (keywords := getattr(function, "keywords", None)) else counted
+        return (
+            partial(observed, **keywords) if (keywords := getattr(function, "keywords", None)) else observed
+        )
 
     def _checkpoint(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
@@ -222,17 +255,48 @@ def parameters_come_and_go() -> bool:
     return bool(is_deepspeed_zero3_enabled())
 
 
+def against(mode: str, arguments: "Arguments") -> str:
+    """Return what speaks against `auto` or `offload` in this run, "" if nothing does."""
+    model, training, finetuning = arguments.model, arguments.training, arguments.finetuning
+    if model.use_unsloth_gc or model.use_unsloth:
+        return "Unsloth brings its own checkpointing"
+    if training.torch_compile:
+        return "`torch_compile: true` fixes at the first step what is recomputed and where it is kept"
+    if mode == "auto" and finetuning.stage == "ppo":
+        return "`stage: ppo` has a loop of its own, without a step to measure"
+    if mode == "auto" and finetuning.use_badam:
+        return "BAdam trains one block after the other, each with another need of memory"
+    if training.device.type == "cpu":
+        memory = {"auto": "no device memory to fit into", "offload": "no device memory to relieve"}
+        return f"this run is on a CPU, so there is {memory[mode]}"
+    return ""
+
+
 @hookimpl
 def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
-    run.facts.pop("checkpointing", None)  # of an earlier training in this process
+    """Decide who checkpoints, and refuse what contradicts a request.
+
+    Raises:
+        AscendError: with the lines that contradict each other.
+    """
+    for name in ("checkpointing", "checkpointing budget"):
+        run.facts.pop(name, None)  # of an earlier training in this process
     if not arguments.training.do_train:
         return
-    if run.settings.checkpointing == "off":
+    mode = run.settings.checkpointing
+    if "memory_budget" in run.settings.model_fields_set and mode != "auto":
+        raise AscendError(
+            f"`ascend.memory_budget` means nothing with `ascend.checkpointing: {mode}`",
+            "write `checkpointing: auto` beside it, or remove it",
+        )
+    if mode in ("auto", "offload") and (reason := against(mode, arguments)):
+        raise AscendError(f"`ascend.checkpointing: {mode}`: {reason}", "write `ascend.checkpointing: full`")
+    if mode == "off":
         run.decide("checkpointing", "left to the host", "`ascend.checkpointing: off`")
     elif arguments.model.disable_gradient_checkpointing:
         if "checkpointing" in run.settings.model_fields_set:
             raise AscendError(
-                "`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: full`",
+                f"`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: {mode}`",
                 "remove one of the two lines",
             )
         own = arguments.training.gradient_checkpointing
@@ -246,7 +310,7 @@ def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
         run.miss("checkpointing", f"{what}: left to the host", "use FSDP2 or ZeRO-2 for less memory")
     else:
         refuse_double_checkpointing(arguments)
-        run.decide("checkpointing", OURS, "`ascend.checkpointing: full`")
+        run.decide("checkpointing", OURS, f"`ascend.checkpointing: {mode}`")
         if (arguments.training.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
             key = "gradient_checkpointing_kwargs.use_reentrant"
             run.find("note", "checkpointing", f"`{key}: true` is not heeded")
@@ -269,8 +333,14 @@ def refuse_double_checkpointing(arguments: "Arguments") -> None:
 
 @hookimpl
 def ascend_after_model(run: "Run", model: nn.Module) -> None:
-    if installed(model) is not None:
+    function = installed(model)
+    if function is not None:
         remove_input_grad_hooks(model)  # PEFT has put them back
+        if run.settings.checkpointing == "offload":
+            from llamafactory_ascend.features.checkpointing_offload import HostInputs
+
+            function.host_inputs = HostInputs()
+            run.decide("inputs of layers", "in pinned host memory", "`ascend.checkpointing: offload`")
         layers = list(plan(model).values())
         graph = sum(layer.needs_graph for layer in layers)
         log.info(
@@ -280,18 +350,30 @@ def ascend_after_model(run: "Run", model: nn.Module) -> None:
 
 @hookimpl
 def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCallback]":
-    decision = run.decisions.get("checkpointing")
-    if decision is None or decision.choice != OURS or run.arguments is None:
+    decision, mode = run.decisions.get("checkpointing"), run.settings.checkpointing
+    if decision is None or run.arguments is None:
         return []
-    if run.arguments.model.disable_gradient_checkpointing:  # the host sets it for models that cannot
-        run.decide("checkpointing", "none", "the host switched it off for this model")
+    if decision.choice == OURS and run.arguments.model.disable_gradient_checkpointing:
+        run.decide("checkpointing", "none", "the host switched it off for this model")  # which cannot
+        decision = run.decisions["checkpointing"]
+    if decision.choice != OURS:
+        if mode in ("auto", "offload"):
+            what = f"`ascend.checkpointing: {mode}`: it is {decision.choice}: {decision.reason}"
+            raise AscendError(what, "leave `ascend.checkpointing` out")
         return []
     from llamafactory_ascend.features.checkpointing_proof import CheckpointingProof
 
-    return [CheckpointingProof(run)]
+    proof = CheckpointingProof(run)
+    if mode != "auto":
+        return [proof]
+    from llamafactory_ascend.features.checkpointing_auto import CheckpointingAuto
+
+    return [proof, CheckpointingAuto(run, proof)]
 
 
 @hookimpl
 def ascend_report_sections(run: "Run") -> dict[str, Any]:
-    """Return `checkpointing`: what this rank's first step did, beside the plan; null before it or if off."""
-    return {"checkpointing": run.facts.get("checkpointing")}
+    """Return `checkpointing`: what the step that was counted last did on this rank, beside the plan, and what
+    `auto` measured; null before the first step or if off."""
+    section, budget = run.facts.get("checkpointing"), run.facts.get("checkpointing budget")
+    return {"checkpointing": {**section, "budget": budget} if section and budget else section}

@@ -19,8 +19,9 @@ class CheckpointingProof(TrainerCallback):  # type: ignore[misc]
     """Holds checkpointing in place against Trainer, PEFT and FSDP, and counts what it did on this rank.
 
     The step counted is the first that ends after each begin of a training: resumed, repeated with a smaller
-    batch after running out of memory, or a second ``train()``. The plan is made when that step begins, for
-    by then every wrapper is in place and a block-wise optimizer has not moved on yet.
+    batch after running out of memory, or a second ``train()``; and the one after each decision of `auto`. The
+    plan is made when that step begins, for by then every wrapper is in place and a block-wise optimizer has
+    not moved on yet.
     """
 
     def __init__(self, run: "Run") -> None:
@@ -40,6 +41,10 @@ class CheckpointingProof(TrainerCallback):  # type: ignore[misc]
             log.warn(f"checkpointing: {len(lost)} modules were changed after the model was built: put back")
             checkpointing.enable(model)
         checkpointing.remove_input_grad_hooks(model)
+
+    def count_again(self, model: nn.Module) -> None:
+        """Count the step that begins next."""
+        self.function = checkpointing.installed(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         if self.function is not None and self.watch is None:
@@ -102,28 +107,36 @@ def compare(watch: Watch, function: checkpointing.LayerCheckpointing) -> dict[st
 
     Returns:
         Counts by component (text, projector, vision): all ``layers``, ``expected`` and ``checkpointed`` (its
-        forward ran through the checkpoint and its backward recomputed it), ``without_graph``, ``not_called``;
-        ``compiled``, true where torch.compile hides calls from counting; and ``problems``, a sentence for
-        each kind of layer that did not do what it should.
+        forward ran through the checkpoint and its backward recomputed it), ``kept`` (left un-recomputed by
+        `auto`; perhaps not in every micro-batch), ``without_graph``, ``not_called``; ``compiled``, true where
+        torch.compile hides calls from counting; and ``problems``, a sentence for each kind of layer that did
+        not do what it should.
     """
-    keys = ("layers", "expected", "checkpointed", "without_graph", "not_called")
+    keys = ("layers", "expected", "checkpointed", "kept", "without_graph", "not_called")
     counts = {key: Counter[str]() for key in keys}
     wrong: dict[str, list[str]] = {}
     for key, layer in watch.layers.items():
         forward, recomputed, plain = (c[key] for c in (function.forward, function.recomputed, function.plain))
+        kept = function.unrecomputed[key]
         counts["layers"][layer.component] += 1
         counts["expected"][layer.component] += layer.needs_graph
+        if kept:
+            counts["kept"][layer.component] += 1
         if forward:
             counts["checkpointed"][layer.component] += recomputed == forward
         elif plain:
             counts["without_graph"][layer.component] += 1
-        else:
+        elif not kept:
             counts["not_called"][layer.component] += 1
-        ran = layer.container in watch.ran and not function.compiled
+        ran = layer.container in watch.ran and not function.compiled and not kept
         problem = judge(layer, forward, recomputed, plain, ran)
         if problem:
             wrong.setdefault(problem, []).append(layer.name)
     problems = [f"{len(names)} layers {how}, e.g. {names[0]}" for how, names in wrong.items()]
+    calls = function.forward.total()
+    if function.host_inputs is not None and function.host_inputs.moved < calls:
+        stayed = calls - function.host_inputs.moved
+        problems.append(f"{stayed} of {calls} inputs of layers stayed on the device")
     components = {key: dict(value) for key, value in counts.items()}
     return {**components, "compiled": function.compiled, "problems": problems}
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,12 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
     """Look up every data set of the run, and on one rank of each node look at their rows for a while."""
     data = arguments.data
     names = [*(data.dataset or []), *(data.eval_dataset or [])]
-    if not names or not is_folder(data.dataset_dir):
+    if not names:
+        return []
+    if not is_folder(data.dataset_dir):
+        run.decide(
+            "data", "not checked", f"dataset_dir {data.dataset_dir}: the rows are on a hub or in a cloud"
+        )
         return []
     if data.tokenized_path and os.path.isdir(data.tokenized_path) and os.listdir(data.tokenized_path):  # noqa: PTH112, PTH208
         run.decide(
@@ -79,13 +84,27 @@ def ascend_preflight(run: "Run", arguments: "Arguments") -> list[Finding]:
         return findings
     verdicts, leaks = _look(run, arguments, entries)
     for verdict in verdicts:
+        findings += [_finding(verdict.name, problem) for problem in verdict.problems]
+        if not verdict.path:
+            run.decide(f"data.{verdict.name}.checked", "not checked", "its rows are in no local file")
+            continue
         how = "all rows" if verdict.complete else "what could be read before the time bound"
+        how += f", {verdict.unused} more behind `max_samples`" if verdict.unused else ""
         reason = f"{how}, {verdict.seconds:.1f} s of at most {run.settings.data.seconds:g} s for all sets"
         run.decide(f"data.{verdict.name}.checked", f"{verdict.rows} rows", reason)
-        findings += [_finding(verdict.name, problem) for problem in verdict.problems]
-    counted = {verdict.name: verdict.rows for verdict in verdicts if verdict.complete}
+    counted = {
+        verdict.name: _drawn(entries[verdict.name]) or verdict.rows
+        for verdict in verdicts
+        if verdict.complete
+    }
     findings += judge_early(arguments, counted)
     return findings + [Finding(problem.level, "eval_dataset", problem.sentence()) for problem in leaks]
+
+
+def _drawn(entry: Entry) -> int:
+    """Return `num_samples`, as many rows as are drawn from a set; 0 where it has none."""
+    drawn = entry.keys.get("num_samples") if isinstance(entry.keys, Mapping) else None
+    return drawn if isinstance(drawn, int) else 0
 
 
 def _look(
@@ -107,6 +126,7 @@ def _look(
             limits=allowed,
             packing=data.packing is not False,
             batch=data.preprocessing_batch_size,
+            max_samples=data.max_samples,
         )
         verdicts.append(check(entry, request, leaks, evaluation, deadline))
     return verdicts, leaks.problems() if leaks else []

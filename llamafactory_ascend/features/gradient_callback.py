@@ -27,11 +27,16 @@ class GradientAudit(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.media: MediaWatch | None = None
+        self.due = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.media is not None:  # an attempt that ran out of memory
             self.media.remove()
-        self.media = MediaWatch(model)
+        self.media, self.due = None, True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if self.due:  # not before: a full-size step has other media
+            self.media, self.due = MediaWatch(model), False
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
@@ -55,7 +60,7 @@ class MediaWatch:
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, torch.Tensor] = {}
         config = getattr(model, "config", None)
-        self.ids = {kind: _token_ids(config, names) for kind, names in TOKEN_IDS.items()}
+        self.ids = {kind: token_ids(config, names) for kind, names in TOKEN_IDS.items()}
         trainable = (plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
         trains = any(component_of(name) != "text" for name in trainable)
         self.handle = model.register_forward_pre_hook(self._note, with_kwargs=True) if trains else None
@@ -77,7 +82,7 @@ class MediaWatch:
             self.handle.remove()
 
 
-def _token_ids(config: Any, names: tuple[str, ...]) -> list[int]:
+def token_ids(config: Any, names: tuple[str, ...]) -> list[int]:
     """Return the placeholder ids a config names, that of an Omni model's thinker included."""
     configs = (config, getattr(config, "thinker_config", None))
     found = [getattr(part, name, None) for part in configs for name in names]

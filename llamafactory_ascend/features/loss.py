@@ -1,4 +1,4 @@
-"""The loss of a training without its logits: whether, for which model, and the proof that it was used."""
+"""The loss of a training without its logits: whether, for which models, and the proof that it was used."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ OTHERS = {
     "finetuning.use_dft_loss": "it weighs the loss by the logits",
     "finetuning.use_eaft_loss": "it weighs the loss by the logits",
     "finetuning.use_asft_loss": "it compares the logits with those of a reference model",
+    "finetuning.ld_alpha": "it weighs each word's likelihood by its place",
     "training.label_smoothing_factor": "the Trainer smooths labels on the logits",
     "model.enable_liger_kernel": "Liger brings its own",
     "model.use_unsloth": "Unsloth brings its own",
@@ -27,12 +28,20 @@ OTHERS = {
     "training.torch_compile": "a compiled model is traced past it",
 }
 
-_losses: "list[ChunkedLoss]" = []  # of the training of this process; a second one replaces it
+# Stages whose loss is the model's own, and those that need of the logits the labels' likelihoods alone.
+OWN_LOSS, PREFERENCES = ("sft", "pt"), ("dpo", "kto")
+
+_losses: "list[ChunkedLoss]" = []  # of the training of this process; a second one replaces them
 
 
 def current() -> "ChunkedLoss | None":
-    """Return the chunked loss of the training of this process, None where there is none."""
+    """Return the chunked loss of the model that is trained in this process, None where there is none."""
     return _losses[0] if _losses else None
+
+
+def all_of_them() -> "list[ChunkedLoss]":
+    """Return the chunked losses of the model that is trained and of a reference model beside it."""
+    return _losses
 
 
 def against(run: "Run", arguments: "Arguments", model: "nn.Module") -> str:
@@ -40,7 +49,7 @@ def against(run: "Run", arguments: "Arguments", model: "nn.Module") -> str:
     from llamafactory_ascend.features.chunked_loss import unfit
 
     asked, stage = run.settings.loss == "chunked", arguments.finetuning.stage
-    if stage not in ("sft", "pt"):
+    if stage not in (*OWN_LOSS, *PREFERENCES):
         return f"stage {stage} computes on logits"
     for path, reason in OTHERS.items():
         owner, _, name = path.partition(".")
@@ -76,7 +85,7 @@ def ascend_after_model(run: "Run", model: "nn.Module") -> None:
     inner: Any = model
     base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     reason = against(run, run.arguments, base)
-    if reason and run.settings.asked_for("loss") and run.settings.loss == "chunked":
+    if reason and run.settings.loss == "chunked":
         raise AscendError(f"`ascend.loss: chunked`: {reason}", "leave `ascend.loss` out")
     if reason:
         run.decide("loss", "of all logits at once", reason)
@@ -90,9 +99,30 @@ def ascend_trainer_callbacks(run: "Run", trainer: "Trainer") -> "list[TrainerCal
     loss = current()
     if loss is None:
         return []
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        _join(run, reference)
     from llamafactory_ascend.features.loss_proof import LossProof
 
     return [LossProof(run, loss)]
+
+
+def _join(run: "Run", reference: "nn.Module") -> None:
+    """Let a reference model return likelihoods too; its Trainer has not wrapped it yet.
+
+    Raises:
+        AscendError: the recipe asks for it and something speaks against it.
+    """
+    from llamafactory_ascend.features.chunked_loss import ChunkedLoss, unfit
+
+    reason = unfit(reference)
+    if reason and run.settings.loss == "chunked":
+        raise AscendError(f"`ascend.loss: chunked`: reference model: {reason}", "leave `ascend.loss` out")
+    if reason:
+        run.decide("loss.reference", "of all logits at once", reason)
+        return
+    _losses.append(ChunkedLoss(reference))
+    run.decide("loss.reference", "in chunks of the supervised positions", "as the model that is trained")
 
 
 @hookimpl

@@ -18,7 +18,10 @@ class LossProof(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.facts.pop("loss", None)
-        self.before = self.loss.calls
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if "loss" not in self.run.facts:  # not before: a full-size step has calls of its own
+            self.before = self.loss.calls
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "loss" in self.run.facts:

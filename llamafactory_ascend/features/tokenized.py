@@ -131,7 +131,7 @@ def files_of(entry: "Entry") -> list[Path]:
     from llamafactory_ascend.checks.data import tables
 
     path = entry.path
-    return tables.files_of(path) if path is not None and path.exists() else []
+    return tables.files_of(path) if path is not None else []
 
 
 def data_set_of(entry: "Entry") -> dict[str, Any]:

@@ -4,6 +4,8 @@
 'str' and 'int'", which names no key.
 """
 
+import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -34,6 +36,23 @@ def refuse(classes: Iterable[Any], args: Mapping[str, Any], where: str) -> None:
     ]
     if found:
         raise AscendError("\n".join(found), "nothing has been loaded; correct the recipe and start again")
+
+
+def refuse_unknown(key: str) -> None:
+    """Refuse a key that a recipe cannot have.
+
+    Raises:
+        AscendError: no dataclass of a training or an export has it; the nearest names are in the message.
+    """
+    from llamafactory.hparams import DataArguments, FinetuningArguments, GeneratingArguments, ModelArguments
+    from llamafactory.hparams.training_args import TrainingArguments
+
+    classes = (ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments)
+    names = {field.name for each in classes for field in dataclasses.fields(each) if field.init}
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=3)
+        guess = f": did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""
+        raise AscendError(f"the host has no key `{key}`{guess}")
 
 
 def misfit(hint: Any, value: Any) -> str:

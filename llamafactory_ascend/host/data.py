@@ -11,6 +11,7 @@ from llamafactory_ascend.checks.data import lengths
 from llamafactory_ascend.checks.data.catalogue import Entry
 from llamafactory_ascend.checks.data.lengths import RowTokens
 from llamafactory_ascend.features import data_checks
+from llamafactory_ascend.host.arguments import refuse_broken_model
 from llamafactory_ascend.patching import Patch, Target
 
 Ids = list[int]
@@ -60,11 +61,16 @@ class Encoder:
 def load_encoder(
     model: str, template: str | None, cutoff_len: int, mask_history: bool, media_dir: Path
 ) -> Encoder:
-    """Load the tokenizer and the template of a model; its weights are not touched."""
+    """Load the tokenizer and the template of a model; its weights are not touched.
+
+    Raises:
+        AscendError: a file of the model cannot be read, or there is no tokenizer.
+    """
     from llamafactory.data.template import get_template_and_fix_tokenizer
     from llamafactory.hparams import DataArguments, ModelArguments
     from llamafactory.model.loader import load_tokenizer
 
+    refuse_broken_model(model)
     loaded = load_tokenizer(ModelArguments(model_name_or_path=model))
     data_args = DataArguments(
         template=template,

@@ -7,6 +7,7 @@ from llamafactory_ascend.checks.data import lengths
 from llamafactory_ascend.checks.data.catalogue import Entry
 from llamafactory_ascend.checks.lengths.totals import Labels, Share, Totals
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.host import argument_types, arguments
 from llamafactory_ascend.host.data import Encoder, Ids, TokenCounter, encode
 from llamafactory_ascend.host.quick_tokenizer import QuickTokenizer
 
@@ -26,8 +27,11 @@ def load(recipe: Mapping[str, Any], stage: str) -> Encoder:
     from llamafactory.data.template import get_template_and_fix_tokenizer
     from llamafactory.hparams import DataArguments, ModelArguments
     from llamafactory.model.loader import load_tokenizer
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
+    classes = (ModelArguments, DataArguments, Seq2SeqTrainingArguments)
+    argument_types.refuse(classes, recipe, "the recipe")
+    arguments.refuse_broken_model(recipe.get("model_name_or_path"))
     parser = HfArgumentParser([ModelArguments, DataArguments])
     try:
         model_args, data_args = parser.parse_dict(dict(recipe), allow_extra_keys=True)
@@ -38,17 +42,18 @@ def load(recipe: Mapping[str, Any], stage: str) -> Encoder:
         template = get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
     except (OSError, ValueError, TypeError) as error:
         model, name = recipe.get("model_name_or_path"), recipe.get("template")
-        raise AscendError(f"model {model} with template {name}: {' '.join(str(error).split())}") from None
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise AscendError(f"model {model} with template {name}: {cause}") from None
     return Encoder(data_args, template, QuickTokenizer(loaded["tokenizer"]), loaded["processor"])
 
 
-class BatchCounter:
-    """``counter(items)``: the totals of a batch, of as many rows as the host's processor is given at once."""
+class RowCounter:
+    """``counter(totals, place, number, aligned)``: a row that the host has converted, added to totals."""
 
-    def __init__(self, entries: Sequence[Entry], encoder: Encoder, stage: str) -> None:
-        self.names = [entry.name for entry in entries]
-        self.rows = [TokenCounter(entry, encoder, stage) for entry in entries]
-        self.encoder, self.stage = encoder, stage
+    def __init__(self, encoder: Encoder, stage: str) -> None:
+        from llamafactory.data.processor.processor_utils import infer_seqlen
+
+        self.encoder, self.stage, self.cut = encoder, stage, infer_seqlen
         args = encoder.data_args
         chats = stage == "sft"  # elsewhere a question and its answer are one pair
         self.labels = Labels(
@@ -58,32 +63,17 @@ class BatchCounter:
         )
         self.media = _media_tokens(encoder)
 
-    def __call__(self, items: Iterable[Item]) -> Totals:
-        totals, kept = Totals(), []
-        for of, number, row in items:
-            place = f"{self.names[of]} row {number}"
-            try:
-                aligned = self.rows[of].convert({**dict.fromkeys(self.rows[of].columns), **row})
-                if not keeps(aligned, self.stage):
-                    totals.drop(f"{place}: its turns are no pairs of question and answer")
-                    continue
-                kept.append(self._see(totals, place, aligned, number))
-            except Exception as error:  # a training would die of it; here it is counted and named
-                cause = " ".join(str(error).split())[:200]
-                totals.drop(f"{place}: {type(error).__name__}: {cause}", failed=True)
-        if self.encoder.data_args.packing:
-            self._pack(totals, kept)
-        return totals
-
-    def _see(self, totals: Totals, place: str, aligned: dict[str, Any], number: int) -> int:
-        """Add a row; return its length as it is packed."""
+    def __call__(self, totals: Totals, place: str, number: int, aligned: dict[str, Any]) -> int | None:
+        """Add a row; return its length as it is packed, None where the host leaves it out."""
+        if not keeps(aligned, self.stage):
+            totals.drop(f"{place}: its turns are no pairs of question and answer")
+            return None
         encoded, beside = encode(aligned, self.encoder, self.stage)
         args = self.encoder.data_args
         if self.stage == "pt":
             return self._see_text(totals, place, len(encoded[0][0]))
         pairs = [(len(source), len(target)) for source, target in encoded]
-        cut = self.rows[0].cut
-        row = lengths.count(number, pairs, len(beside), args.cutoff_len, cut, self.labels.last_only)
+        row = lengths.count(number, pairs, len(beside), args.cutoff_len, self.cut, self.labels.last_only)
         totals.see(row, args.cutoff_len, self.labels, place)
         if any(aligned[f"_{name}s"] for name in MEDIA):
             whole = [part for pair in encoded for part in pair]
@@ -109,6 +99,31 @@ class BatchCounter:
                     ids[:length].count(token) for ids, length in zip(whole, left, strict=True)
                 )
                 totals.media.setdefault(name, Share()).add(total, kept)
+
+
+class BatchCounter:
+    """``counter(items)``: the totals of a batch, of as many rows as the host's processor is given at once."""
+
+    def __init__(self, entries: Sequence[Entry], encoder: Encoder, stage: str) -> None:
+        self.names = [entry.name for entry in entries]
+        self.rows = [TokenCounter(entry, encoder, stage) for entry in entries]
+        self.encoder, self.stage, self.see = encoder, stage, RowCounter(encoder, stage)
+
+    def __call__(self, items: Iterable[Item]) -> Totals:
+        totals, kept = Totals(), []
+        for of, number, row in items:
+            place = f"{self.names[of]} row {number}"
+            try:
+                aligned = self.rows[of].convert({**dict.fromkeys(self.rows[of].columns), **row})
+                length = self.see(totals, place, number, aligned)
+            except Exception as error:  # a training would die of it; here it is counted and named
+                cause = " ".join(str(error).split())[:200]
+                totals.drop(f"{place}: {type(error).__name__}: {cause}", failed=True)
+            else:
+                kept += [length] if length is not None else []
+        if self.encoder.data_args.packing:
+            self._pack(totals, kept)
+        return totals
 
     def _pack(self, totals: Totals, kept: list[int]) -> None:
         from llamafactory.data.processor.processor_utils import greedy_knapsack

@@ -22,12 +22,24 @@ def ascend_patches() -> list[Patch]:
         sharding,
         targets,
         tokenized,
+        trained_lengths,
         trainer,
     )
 
     early = (launching, arguments, adapters, model, kernels, checkpointing)
-    modules = (*early, collator, data, evaluation, loss, platform, sharding, targets, tokenized, trainer)
-    return [patch for module in modules for patch in module.PATCHES]
+    late = (
+        collator,
+        data,
+        evaluation,
+        loss,
+        platform,
+        sharding,
+        targets,
+        tokenized,
+        trained_lengths,
+        trainer,
+    )
+    return [patch for module in (*early, *late) for patch in module.PATCHES]
 
 
 @hookimpl

@@ -27,7 +27,7 @@ def preflight(log: Log, words: list[str]) -> None:
 
     now = run.current()
     try:
-        if log.stage("arguments", lambda: _arguments(words)):
+        if log.stage("arguments", lambda: parse(words)):
             log.stage("judgement", _judge)
     finally:
         log.write(
@@ -40,7 +40,7 @@ def preflight(log: Log, words: list[str]) -> None:
         )
 
 
-def _arguments(words: list[str]) -> None:
+def parse(words: list[str]) -> None:
     """Parse without writing anything: the patched function would begin a report in output_dir."""
     from llamafactory.hparams import parser
 

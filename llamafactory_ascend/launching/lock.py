@@ -251,14 +251,14 @@ def _write(handle: int, owner: Owner) -> None:
 
 
 def _held(path: Path, found: Owner | None, here: Owner) -> tuple[str, str]:
-    who = _who(found)
+    text = who(found)
     if found is not None and is_alive(found, here) is False:
-        who += "; that process is gone, but one that it started is still at work"
+        text += "; that process is gone, but one that it started is still at work"
     wait = "wait for it, stop it"
     if found is not None:
         wait += f" (on {found.host}: kill {found.pid})"
     return (
-        f"output_dir {path.parent} is in use by another run: {who}",
+        f"output_dir {path.parent} is in use by another run: {text}",
         f"{wait}, or choose another output_dir",
     )
 
@@ -270,13 +270,14 @@ def _unknown(path: Path, found: Owner, here: Owner) -> tuple[str, str]:
         else f"another machine than this one ({here.host}), or this one before it was restarted"
     )
     return (
-        f"output_dir {path.parent} may be in use by another run: {_who(found)}. It ran on {where}, "
+        f"output_dir {path.parent} may be in use by another run: {who(found)}. It ran on {where}, "
         "so whether it still does cannot be judged from here",
         f"make sure that it does not, then: rm {path}",
     )
 
 
-def _who(found: Owner | None) -> str:
+def who(found: Owner | None) -> str:
+    """Return an owner as text."""
     if found is None:
         return "a process that has not said who it is"
     return f"host {found.host}, pid {found.pid}, started {found.started}"

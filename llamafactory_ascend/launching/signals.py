@@ -14,10 +14,11 @@ from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ASKED = "asked_for"  # marks an exception that a signal has asked for
 
 
 class Stopped(SystemExit):
-    """SIGTERM has ended the run. The exit code is 128 + the signal, as a shell and a scheduler expect."""
+    """SIGTERM or SIGHUP has ended the run. The exit code is 128 + the signal, as a shell expects."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -25,8 +26,18 @@ class Stopped(SystemExit):
 
 
 def stop(signum: int, message: str) -> BaseException:
-    """Return what to raise to end the process: Ctrl-C ends it as it always does (130 in a shell)."""
-    return KeyboardInterrupt(message) if signum == signal.SIGINT else Stopped(signum, message)
+    """Return what to raise to end the process for a signal, at a place of its own.
+
+    For Ctrl-C that is KeyboardInterrupt itself: for a class of it Python would exit with 1, not as 130.
+    """
+    error = KeyboardInterrupt(message) if signum == signal.SIGINT else Stopped(signum, message)
+    vars(error)[ASKED] = True
+    return error
+
+
+def is_stop(error: BaseException) -> bool:
+    """True for what ``stop`` has returned."""
+    return ASKED in vars(error)
 
 
 def say(message: str) -> None:

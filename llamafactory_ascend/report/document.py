@@ -11,7 +11,7 @@ from typing import Any
 
 from llamafactory_ascend.run import Run
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no state `stopped`: it was `failed`
 RUN_ID = "LLAMAFACTORY_ASCEND_RUN"  # set by the launcher for all ranks of a run
 PEER_GONE = re.compile(  # what gloo, HCCL and NCCL make of a rank that has died
     r"DistBackendError|DistNetworkError|Connection (closed|reset|refused)|Broken pipe|Socket Timeout"
@@ -117,12 +117,23 @@ def lost_first(report: Mapping[str, Any]) -> list[int]:
     return list(launcher["unfinished_ranks"]) if follows else []
 
 
+def was_stopped(report: Mapping[str, Any]) -> bool:
+    """True where every rank that ended early did so for a signal, at a place of its own, and none is lost."""
+    failures, launcher = report["failures"], report["launcher"]
+    if not failures or not all(failure["stopped"] for failure in failures):
+        return False
+    # A torchrun that was killed takes the code of its signal, below 0; its ranks are stopped in its place.
+    return not launcher or not (launcher["unfinished_ranks"] or (launcher["exit_code"] or 0) < 0)
+
+
 def verdict(report: Mapping[str, Any]) -> tuple[str, str]:
     """Return (state, explanation): the first failure counts, those of other ranks mostly follow from it."""
     said = []
     failures, launcher, lost = report["failures"], report["launcher"], lost_first(report)
     if failures and failures[0]["refused"]:
         return "refused", failures[0]["message"]
+    if was_stopped(report):
+        return "stopped", failures[0]["message"]
     if lost:
         said.append(f"killed or lost after step {report['last_step']}: rank {list_ranks(lost)}")
     if failures:

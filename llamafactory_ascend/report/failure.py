@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from llamafactory_ascend import device
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.launching.signals import is_stop
 
 Phase = Literal[
     "arguments", "dataset", "loading", "forward", "backward", "recompute", "optimizer",
@@ -23,7 +24,7 @@ OUTER: tuple[Mark, ...] = (
     ("loading", {"load_model"}, "llamafactory_ascend/host/model.py"),
     ("loading", {"__init__", "_prepare_for_training", "_load_from_checkpoint"}, "transformers/trainer.py"),
     ("loading", {"_load_best_model"}, "transformers/trainer.py"),
-    ("evaluation", {"evaluate", "predict"}, "transformers/trainer.py"),
+    ("evaluation", {"evaluate", "predict", "prediction_step"}, "transformers/trainer.py"),
     ("evaluation", {"evaluate", "predict"}, "transformers/trainer_seq2seq.py"),
     ("saving", {"save_model", "_save_checkpoint"}, "transformers/trainer.py"),
     ("saving", {"save_state"}, "transformers/trainer_pt_utils.py"),
@@ -99,6 +100,7 @@ def describe(error: BaseException, rank: int, step: int, device_type: str) -> di
         "step": step,
         "phase": phase,
         "refused": phase == "arguments" and isinstance(error, AscendError),
+        "stopped": is_stop(error),
         "type": type(error).__name__,
         "headline": (message.splitlines() or [""])[0][:300],
         "message": message,

@@ -1,6 +1,8 @@
 """From the first argument to the last exit: when the report is opened, kept up to date and closed."""
 
 import atexit
+import contextlib
+import importlib
 import os
 import sys
 import time
@@ -39,6 +41,9 @@ class Report:
         # Python forget that it must exit with 130 (-SIGINT), as the host does, and not with 1.
         from llamafactory_ascend.report.table import show
 
+        if "ray" in sys.modules:  # the host imports it where it can; its atexit handler imports this too late
+            with contextlib.suppress(ImportError):
+                importlib.import_module("ray.dag.compiled_dag_node")
         self._print = show
         self._inherited = len(run.findings)  # of the process, from loading the plugins
         self._seen = False  # our report has been in the folder

@@ -58,7 +58,7 @@ def rows(report: dict[str, Any]) -> list[Row]:
     simulated = " (simulated NPU)" if device["simulated"] else ""
     found.append(("device", f"{ranks}, {device['name']}{simulated}"))
     for number, failure in enumerate(report["failures"]):
-        found += _failure(failure, said=number == 0)
+        found += _failure(failure, said=number == 0 or report["state"] == "stopped")
     found += _decisions(report["decisions"])
     found += _sections(report["ranks"])
     found += _patches(report)
@@ -166,9 +166,11 @@ def _value(value: Any) -> str:
 
 
 def _checkpointing(counts: Mapping[str, Any]) -> list[Row]:
-    done, due = counts["checkpointed"], counts["expected"]
+    done, due, kept = counts["checkpointed"], counts["expected"], counts.get("kept", {})
     parts = [
-        f"{component} {done.get(component, 0)} of {due.get(component, 0)} expected ({total} layers)"
+        f"{component} {done.get(component, 0)} of {due.get(component, 0)} expected"
+        + (f", {kept[component]} kept" if component in kept else "")
+        + f" ({total} layers)"
         for component, total in counts["layers"].items()
     ]
     return [("", ", ".join(parts)), *(("problem", str(problem)) for problem in counts.get("problems") or [])]
@@ -215,6 +217,18 @@ def _targets(targets: Mapping[str, Any]) -> list[Row]:
     return [("", f"{modules} modules by {targets['from']}, {share}")]
 
 
+def _lengths(lengths: Mapping[str, Any]) -> list[Row]:
+    counted, share = lengths["counted"], lengths["supervised"]
+    part = "" if counted == lengths["rows"] else f", {counted:,} of them counted"
+    sizes = f"mean {lengths['mean']:,} tokens, 95 % {lengths['percentiles']['95']:,}"
+    text = f"{lengths['rows']:,} rows{part}, {sizes}, longest {lengths['percentiles']['max']:,}"
+    cut, cutoff = lengths["over_cutoff"], lengths["cutoff_len"]
+    text += f"; cutoff_len {cutoff:,} cuts {cut:,} ({100 * cut / counted:.1f} %)"
+    if share["lost"]:
+        text += f" and {100 * share['lost'] / share['total']:.1f} % of the tokens that are trained on"
+    return [("", text)]
+
+
 # how a section of our own is shown: its name, and what makes its lines
 KNOWN: dict[str, tuple[str, Callable[[Any], list[Row]]]] = {
     "checkpointing": ("checkpointed layers", _checkpointing),
@@ -222,6 +236,7 @@ KNOWN: dict[str, tuple[str, Callable[[Any], list[Row]]]] = {
     "adapter": ("adapter", _adapter),
     "kernels": ("kernels", _kernels),
     "targets": ("targets", _targets),
+    "lengths": ("lengths of rows", _lengths),
 }
 
 

@@ -265,3 +265,59 @@ def test_command_when_it_is_piped(tmp_path: Path) -> None:
         ("good", 6, True),
         ("no_file", 0, False),
     ]
+
+
+ROW = '{"instruction": "a", "input": "", "output": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'{ROW}\n{{"instruction": "a", "instruction": "b"}}\n', ":2:1: the key `instruction` stands twice"),
+        ('{"instruction": "a \\ud800 b"}\n', ":1:20: half a surrogate pair"),
+        ('{"instruction": "\\ud83d\\ude00", "input": "", "output": "b"}\n', "nothing to say"),
+        (f"{ROW}\n{'[' * 100_000}\n", ":2:1: nested too deeply"),
+        (f'{{"z": {"9" * 5_000}}}\n', ":1:1: exceeds the limit (4300 digits)"),
+        (f"{ROW}\n\0\0\0\n", r":2:1: expecting value: `\x00\x00\x00`"),
+    ],
+)
+def test_rows_that_end_the_hosts_reader(text: str, said: str, tmp_path: Path) -> None:
+    """Arrow refuses a key twice and half a pair, and dies of deep nesting without a word."""
+    (tmp_path / "x.jsonl").write_text(text)
+    (tmp_path / "dataset_info.json").write_text('{"x": {"file_name": "x.jsonl"}}')
+    assert said in check("x", folder=tmp_path).stdout
+
+
+def test_places_that_hold_no_file(tmp_path: Path) -> None:
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")  # a file whose first byte cannot be read
+    (tmp_path / "deep" / "er.jsonl").mkdir(parents=True)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    said = {
+        "loop.jsonl": "loop.jsonl, a link to loop.jsonl, does not exist",
+        "memory.jsonl": "memory.jsonl cannot be read: Input/output error",
+        "deep": "er.jsonl is a folder",
+        "nothing": f"folder {tmp_path / 'nothing'} is empty",
+        "x" * 300: "x does not exist",
+        "a\0b": "does not exist",
+        "": "`.file_name` is empty",
+        "bad.parquet": "Parquet magic bytes not found",
+    }
+    info = {name: {"file_name": name} for name in said}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    result = check(*said, folder=tmp_path)
+    assert result.exit_code == 2, result.exception
+    for sentence in said.values():
+        assert sentence in result.stdout
+    listed = CliRunner().invoke(app, ["data", "ls", "--dataset-dir", str(tmp_path), "--json"])
+    rows = {one["name"]: one for one in json.loads(listed.stdout)}
+    assert rows["bad.parquet"]["rows"] is None and rows["loop.jsonl"]["remark"] == "its file does not exist"
+
+
+def test_only_the_rows_that_are_used_are_judged(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f"{ROW}\n" * 4 + ROW.replace('"b"', '""') + "\n")
+    (tmp_path / "dataset_info.json").write_text('{"x": {"file_name": "x.jsonl"}}')
+    assert "1 of 5 rows are empty" in check("x", folder=tmp_path).stdout
+    found = check("x", "--max-samples", "4", folder=tmp_path)
+    assert found.exit_code == 0 and "x: 4 rows, 4 kept, 1 more behind max_samples" in found.stdout

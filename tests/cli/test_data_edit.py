@@ -50,6 +50,19 @@ def test_shipped_set_is_added_once(folder: Path) -> None:
     assert info.read_text(encoding="utf-8") == INFO
 
 
+def test_pictures_that_are_not_copied_are_spoken_of(folder: Path, tmp_path: Path) -> None:
+    said = data("add", "product_attributes", "--dataset-dir", str(folder)).stdout
+    assert "product_attributes: images are not copied, its entry says: " in said
+    assert "llamafactory-ascend data make product_attributes DIR; `media_dir: DIR` names their folder" in said
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    entry = {"file_name": "v.json", "formatting": "sharegpt", "columns": {"messages": "m", "videos": "v"}}
+    (theirs / "dataset_info.json").write_text(json.dumps({"v": entry}))
+    (theirs / "v.json").write_text("[]")
+    said = data("add", str(theirs), "--dataset-dir", str(folder)).stdout
+    assert f"v: videos are not copied, they lie in {theirs}; " in said
+
+
 def test_folder_without_anything(tmp_path: Path) -> None:
     result = data("add", "vertical_demo_eval", "--dataset-dir", str(tmp_path / "new"))
     assert result.exit_code == 0, result.output

@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from llamafactory_ascend.cli import app, chat_endpoint, question_answers
+from llamafactory_ascend.cli import app, chat_endpoint, journal, question_answers
 from llamafactory_ascend.errors import AscendError
 from tests.running import BIN
 
@@ -224,6 +224,47 @@ def test_interrupted_it_goes_on_where_it_stopped(docs: Path, tmp_path: Path, ser
     server.delay = 0.0
     assert from_llm(docs, out, server).exit_code == 0
     assert server.asked == Counter(TOPICS) and len(rows_of(out)) == 25
+
+
+def test_what_is_done_survives_a_torn_line_and_belongs_to_one_process(tmp_path: Path) -> None:
+    file, settings = tmp_path / "out.jsonl.part", {"model": "m", "pairs": 3}
+    pairs = question_answers.Pairs([{"question": "Why so?", "answer": "Because."}], {})
+    with journal.opened(file, settings, False) as done:
+        done.add("a", pairs)
+        refused = pytest.raises(AscendError, match="another process writes it")
+        with refused, journal.opened(file, settings, False):
+            pass
+    with file.open("ab") as lines:
+        lines.write(b'{"passage": "b", "pai')  # the power went
+    with journal.opened(file, settings, False) as done:
+        assert done.pairs == {"a": pairs}
+        done.add("c", pairs)
+    with journal.opened(file, settings, False) as done:
+        assert done.pairs == {"a": pairs, "c": pairs}
+        done.remove()
+    assert names(tmp_path) == []
+
+
+def test_what_is_no_answer_is_shown() -> None:
+    for data in (
+        b"<html>Log in</html>",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": null}}]}',
+    ):
+        with pytest.raises(ValueError) as refused:
+            chat_endpoint._content(data)
+        assert str(refused.value) == data.decode()
+    with pytest.raises(ValueError, match="it is empty"):
+        chat_endpoint._content(b"")
+    with pytest.raises(ValueError):
+        chat_endpoint._content(b"[" * 100_000)
+
+
+def test_a_model_that_repeats_a_bracket_is_not_read_to_the_end() -> None:
+    begun = time.process_time()
+    assert question_answers.parse("[{" * 30_000).valid == []
+    assert question_answers.parse(f"[{'9' * 5_000}]").valid == []
+    assert time.process_time() - begun < 5, "one try for each bracket took 20 s"
 
 
 def test_urls_and_keys() -> None:

@@ -105,6 +105,17 @@ def test_what_cannot_be_is_refused(words: list[str], said: str, options: list[st
     assert found.exit_code == 2 and said in found.output
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "No such file or directory"), ("a: [", "while parsing"), ("- 1", "Cannot merge incompatible")],
+)
+def test_recipes_that_cannot_be_read(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "x.yaml").write_text(text)
+    found = stats(str(tmp_path / "x.yaml"))
+    assert found.exit_code == 2 and f"x.yaml cannot be read: {said}" in found.output
+
+
 def test_rows_that_are_left_out_and_broken_files(assets: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -58,6 +58,7 @@ def test_unknown_name(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, t
     result = recipes(*words)
     assert result.exit_code == 2 and "did you mean `qwen2_5_7b_lora_cpt` or" in result.stderr
     assert "llamafactory-ascend recipes ls" in result.stderr and list(tmp_path.iterdir()) == []
+    assert result.stderr.count("qwen2_5_7b_lora_") <= 4, "a few names, not all"
 
 
 @pytest.mark.parametrize(
@@ -81,16 +82,18 @@ def test_cp_without_overrides_copies_to_the_byte(
 
 def test_cp_shows_and_applies_overrides(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    result = recipes("cp", NAME, str(file), "lora_rank=16", "learning_rate=5e-5", "ascend.strict=true")
+    words = ("lora_rank=16", "learning_rate=5e-5", "ascend.strict=true", "upcast_layernorm=true")
+    result = recipes("cp", NAME, str(file), *words)
     assert result.stdout == (
         "lora_rank: 16 (was 8)\n"
         "learning_rate: 5e-5 (was 0.0001)\n"
         "ascend.strict: true (not in the recipe before)\n"
+        "upcast_layernorm: true (not in the recipe before)\n"
         f"wrote {file}\n"
     )
     found, before = yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(TEXT)
     changed = {"lora_rank": 16, "learning_rate": "5e-5", "ascend": {"strict": True}}  # PyYAML's view of 5e-5
-    assert found == {**before, **changed}
+    assert found == {**before, **changed, "upcast_layernorm": True}
     assert file.read_text(encoding="utf-8").startswith(TEXT.split("\n\n")[0])
 
 
@@ -116,6 +119,8 @@ def test_cp_replaces_nothing_unasked_and_keeps_what_it_replaces(tmp_path: Path) 
         (("my.yaml", "lora_rank"), "`lora_rank` is no override"),
         (("my.yaml", "lora_rank.x=1"), "`lora_rank` is 8, no block of keys"),
         (("my.yaml", "lora_rank=[1"), "the value is not YAML"),
+        (("my.yaml", "lora_rnk=4"), "the host has no key `lora_rnk`: did you mean `lora_rank` or"),
+        (("my.yaml", "ascend.kernles=auto"), "unknown key `ascend.kernles`: did you mean `kernels`?"),
     ],
 )
 def test_nothing_is_written_on_a_mistake(

@@ -226,8 +226,13 @@ def arguments(**changes: Any) -> Arguments:
         "gradient_checkpointing": False,
         "gradient_checkpointing_kwargs": None,
     }
-    parts = [SimpleNamespace(**{k: changes.get(k, v) for k, v in part.items()}) for part in (model, training)]
-    return Arguments(parts[0], None, parts[1], None, None)
+    training |= {"torch_compile": False, "device": torch.device("npu")}
+    finetuning = {"stage": "sft", "use_badam": False}
+    parts = [
+        SimpleNamespace(**{key: changes.get(key, value) for key, value in part.items()})
+        for part in (model, training, finetuning)
+    ]
+    return Arguments(parts[0], None, parts[1], parts[2], None)
 
 
 def decide(settings: Settings | None = None, **changes: Any) -> str:
@@ -247,10 +252,48 @@ def test_decisions_follow_the_users_settings() -> None:
     assert decide(Settings(strict=True), disable_gradient_checkpointing=True) == "none"
 
 
-def test_a_request_that_another_line_takes_back_is_refused_with_both_named() -> None:
-    message = "`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: full`"
+@pytest.mark.parametrize("mode", ["full", "auto", "offload"])
+def test_a_request_that_another_line_takes_back_is_refused_with_both_named(mode: Any) -> None:
+    message = f"`disable_gradient_checkpointing: true` contradicts `ascend.checkpointing: {mode}`"
     with pytest.raises(AscendError, match=message):
-        decide(Settings(checkpointing="full"), disable_gradient_checkpointing=True)
+        decide(Settings(checkpointing=mode), disable_gradient_checkpointing=True)
+
+
+CPU = {"device": torch.device("cpu")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "reason"),
+    [
+        ("auto", {"use_unsloth": True}, "Unsloth brings its own checkpointing"),
+        ("offload", {"use_unsloth_gc": True}, "Unsloth brings its own checkpointing"),
+        ("auto", {"torch_compile": True}, "`torch_compile: true` fixes at the first step"),
+        ("offload", {"torch_compile": True}, "`torch_compile: true` fixes at the first step"),
+        ("auto", {"stage": "ppo"}, "`stage: ppo` has a loop of its own"),
+        ("auto", {"use_badam": True}, "BAdam trains one block after the other"),
+        ("auto", CPU, "this run is on a CPU, so there is no device memory to fit into"),
+        ("offload", CPU, "this run is on a CPU, so there is no device memory to relieve"),
+    ],
+)
+def test_what_auto_and_offload_cannot_do_is_refused(mode: Any, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AscendError) as error:
+        decide(Settings(checkpointing=mode), **changes)
+    assert error.value.what.startswith(f"`ascend.checkpointing: {mode}`: {reason}")
+    assert error.value.hint == "write `ascend.checkpointing: full`"
+    assert decide(Settings(checkpointing=mode)) == checkpointing.OURS
+
+
+@pytest.mark.parametrize("mode", ["full", "offload", "off"])
+def test_a_budget_that_nothing_keeps_to_is_refused(mode: Any) -> None:
+    with pytest.raises(AscendError, match=f"means nothing with `ascend.checkpointing: {mode}`"):
+        decide(Settings(checkpointing=mode, memory_budget=0.5))
+
+
+def test_a_model_that_cannot_be_checkpointed_is_refused_where_it_must_be() -> None:
+    run = Run(settings=Settings(checkpointing="auto"), arguments=arguments())
+    run.decide("checkpointing", "left to the host", "OldFormat has the old format")
+    with pytest.raises(AscendError, match=r"`ascend.checkpointing: auto`: it is left to the host: OldFormat"):
+        checkpointing.ascend_trainer_callbacks(run, SimpleNamespace())
 
 
 class Zero3:
@@ -272,7 +315,8 @@ def zero3() -> Iterator[None]:
 def test_zero_3_is_left_to_the_host_and_refused_where_checkpointing_was_asked_for(zero3: None) -> None:
     assert decide() == "left to the host"
     assert decide(Settings(checkpointing="off")) == "left to the host"
-    for settings in (Settings(checkpointing="full"), Settings(strict=True)):
+    asked = [Settings(checkpointing=mode) for mode in ("full", "auto", "offload")]
+    for settings in (*asked, Settings(strict=True)):
         with pytest.raises(AscendError, match="ZeRO-3 cannot be checkpointed without re-entrance"):
             decide(settings)
 

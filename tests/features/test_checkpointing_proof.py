@@ -26,6 +26,7 @@ GOOD = {
     "layers": {"vision": 2, "text": 4},
     "expected": {"vision": 0, "text": 1},
     "checkpointed": {"text": 1},
+    "kept": {},
     "without_graph": {"text": 3},
     "not_called": {"vision": 2},
     "compiled": False,

@@ -96,3 +96,18 @@ def test_stock_misses_layers_that_the_plan_counts(train_once: Train) -> None:
     assert ours.losses == stock.losses
     assert ours.grad_norms == stock.grad_norms
     assert ours.peak() < 0.9 * stock.peak()
+
+
+def test_inputs_on_the_host_change_nothing_where_copies_are_late_and_fresh_memory_is_nan(
+    train_once: Train,
+) -> None:
+    changes = {"model": "qwen3", "template": "qwen3", "max_steps": 2, "cutoff_len": 512, "dataset": "long"}
+    full = train_once(ascend={"kernels": "off"}, **changes)
+    env = {"SIM_NPU_ASYNC": "1", "SIM_NPU_POISON": "1"}
+    moved = train_once(ascend={"kernels": "off", "checkpointing": "offload"}, env=env, **changes)
+    assert moved.code == 0, moved.text[-4000:]
+    assert (moved.losses, moved.grad_norms) == (full.losses, full.grad_norms)
+    (counts,) = [rank["checkpointing"] for rank in moved.report["ranks"]]
+    assert (counts["checkpointed"], counts["problems"]) == ({"text": 4}, [])
+    hidden = 2 * 512 * 64 * 4  # bytes of a micro-batch between two layers
+    assert full.peak() - moved.peak() == 4 * hidden  # at the loss all are on the host

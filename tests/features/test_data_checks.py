@@ -183,3 +183,30 @@ def test_files_of_the_settings_and_their_mistakes(tmp_path: Path) -> None:
     assert found == [] and run.decisions["data.theirs"].choice == str(tmp_path / "x.json")
     with pytest.raises(AscendError, match=r"no/such/dataset_info.json cannot be read: No such file"):
         judge("good", settings=Settings(dataset_info=["no/such/dataset_info.json"]))
+
+
+def test_shares_are_those_of_the_rows_that_are_used(tmp_path: Path) -> None:
+    """Rows behind `max_samples` are read by the host's reader all the same, which stops at another type."""
+    good, dropped = {"instruction": "q", "output": "a"}, {"instruction": "q", "output": None}
+    rows = [good] * 4 + [dropped] + [good] * 5 + [dropped] * 90
+    columns = {"prompt": "instruction", "response": "output"}
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"x": {"file_name": "x.json", "columns": columns}})
+    )
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    assert judge("x", tmp_path)[1][0][0] == "error", "91 % of all rows"
+    run, ((level, said),) = judge("x", tmp_path, max_samples=10)
+    assert level == "warning" and "the host keeps 9 and drops 1 of 10 rows" in said
+    checked = run.decisions["data.x.checked"]
+    assert (checked.choice, "all rows, 90 more behind `max_samples`" in checked.reason) == ("10 rows", True)
+    (tmp_path / "x.json").write_text(json.dumps([*rows, {"instruction": "q", "output": ["a"]}]))
+    assert "row 100: key `output`: a list" in judge("x", tmp_path, max_samples=10)[1][0][1]
+
+
+def test_rows_that_are_elsewhere_are_said_not_to_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"x": {"hf_hub_url": "a/b"}}')
+    run, ((level, said),) = judge("x", tmp_path)
+    assert level == "note" and "`hf_hub_url` names no local file: its rows are NOT checked" in said
+    assert run.decisions["data.x.checked"].choice == "not checked"
+    run, _ = judge("x/y", dataset_dir="ONLINE")  # type: ignore[arg-type]
+    assert run.decisions["data"].choice == "not checked"

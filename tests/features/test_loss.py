@@ -173,7 +173,8 @@ def test_auto_is_for_npus_and_for_losses_of_the_model(assets: Path) -> None:
     for changes, reason in (
         ({"device": "cpu"}, "`auto` leaves the loss as it is on a CPU"),
         ({"kernels": "off"}, "`auto` leaves the loss as it is with `kernels: off`"),
-        ({"stage": "dpo"}, "stage dpo computes on logits"),
+        ({"stage": "rm"}, "stage rm computes on logits"),
+        ({"stage": "dpo", "ld_alpha": 0.5}, "`ld_alpha`: it weighs each word's likelihood by its place"),
         ({"use_dft_loss": True}, "`use_dft_loss`: it weighs the loss by the logits"),
         ({"torch_compile": True}, "`torch_compile`: a compiled model is traced past it"),
         ({SMOOTHING: 0.1}, f"`{SMOOTHING}`: the Trainer smooths labels on the logits"),
@@ -185,8 +186,24 @@ def test_auto_is_for_npus_and_for_losses_of_the_model(assets: Path) -> None:
 
 def test_asked_for_by_name_it_works_on_a_cpu_or_is_an_error(assets: Path) -> None:
     assert decide(assets, "chunked", device="cpu").decisions["loss"].reason == "`ascend.loss: chunked`"
-    with pytest.raises(AscendError, match=r"`ascend.loss: chunked`: stage dpo computes on logits"):
-        decide(assets, "chunked", stage="dpo")
+    with pytest.raises(AscendError, match=r"`ascend.loss: chunked`: stage ppo computes on logits"):
+        decide(assets, "chunked", stage="ppo")
+
+
+def test_a_reference_model_computes_alike_or_the_report_says_why_not(assets: Path) -> None:
+    odd = load(assets / "qwen2")
+    odd.lm_head = nn.Sequential(odd.lm_head)
+    for reference, choice in (
+        (load(assets / "qwen2"), "in chunks of the supervised positions"),
+        (odd, "of all logits at once"),
+    ):
+        now = decide(assets, stage="dpo")
+        beside: Any = SimpleNamespace(ref_model=reference)
+        feature.ascend_trainer_callbacks(now, beside)
+        assert now.decisions["loss.reference"].choice == choice
+        assert len(feature.all_of_them()) == 1 + (reference is not odd)
+    with pytest.raises(AscendError, match=r"chunked`: reference model: its head is a Sequential"):
+        feature.ascend_trainer_callbacks(decide(assets, "chunked", stage="dpo"), beside)
 
 
 RECIPE = {"eval_dataset": "tiny", "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}

@@ -1,13 +1,14 @@
 """Before the launcher starts anything: settings are checked, the environment is filled."""
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ import pytest
 import yaml
 
 from llamafactory_ascend import log, run
+from llamafactory_ascend.checks import finished_run
 from llamafactory_ascend.features import environment
 from llamafactory_ascend.host import launching
 from llamafactory_ascend.launching import lock, processes, torchrun
 from llamafactory_ascend.report import files
+from tests.fake_host import write_plugin
+from tests.host.test_platform import WITNESS
 from tests.running import BIN, Result, Train
 from tests.running import environment as environment_of
 
 
 def test_mistake_stops_before_torchrun(train: Train) -> None:
     """Two ranks were asked for: the parent says it once and leaves with 2, torchrun never starts."""
-    result = train(ranks=2, ascend={"checkpointng": "full"})
+    result = train(ranks=2, ascend={"kernles": "auto"})
     assert result.code == 2
-    assert result.text.count("unknown key `ascend.checkpointng`: did you mean `checkpointing`?") == 1
+    assert result.text.count("unknown key `ascend.kernles`: did you mean `kernels`?") == 1
     assert "distributed tasks" not in result.text
     assert "Traceback" not in result.text
     assert not result.output.exists()
@@ -181,6 +185,9 @@ class Started:
 
     def __init__(self, folder: Path, recipe: dict[str, Any], ranks: int, command: list[str]) -> None:
         self.output = Path(recipe["output_dir"])
+        self.output.mkdir()
+        killed = replace(lock.this_process("killed", "2026-01-02T03:04:05+00:00"), pid=os.getppid(), born=1)
+        (self.output / lock.NAME).write_text(json.dumps(asdict(killed)))  # as an earlier run has left it
         self.path = folder / f"{self.output.name} long.yaml"
         self.path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         self.ranks, self.log = ranks, folder / f"{self.output.name}.log"
@@ -231,8 +238,16 @@ def start(train: Train, tmp_path: Path) -> Iterator[Callable[..., Started]]:
             processes.send(pid, signal.SIGKILL)
 
 
+def judged(folder: Path) -> finished_run.RunCheck:
+    """Return what `llamafactory-ascend check run` says of a folder."""
+    return finished_run.check(folder, lock.this_process("", ""), time.time())
+
+
 def test_sigterm_to_the_launcher_stops_all_ranks_with_a_checkpoint(start: Callable[..., Started]) -> None:
-    """Stock's launcher dies alone, and torchrun trains on without it. No PATH, and a blank in the recipe."""
+    """Stock's launcher dies alone, and torchrun trains on without it.
+
+    llamafactory-cli by its path, torchrun not on PATH, a blank in the recipe's, a stale lock in output_dir.
+    """
     long = start([str(BIN / "llamafactory-cli"), "train"])
     long.wait_for_step(2)
     said = subprocess.run(
@@ -245,15 +260,23 @@ def test_sigterm_to_the_launcher_stops_all_ranks_with_a_checkpoint(start: Callab
     assert said.returncode == 2 and "Initializing" not in said.stdout
     assert owner["pid"] == long.process.pid
     assert f"host {owner['host']}, pid {owner['pid']}, started {owner['started']}" in said.stderr
+    stale = f"pid {os.getppid()}, started 2026-01-02T03:04:05+00:00, was killed and left its lock behind"
+    assert long.log.read_text().count(stale) == 1
     long.process.send_signal(signal.SIGTERM)
     assert long.process.wait(100) == 143
     assert long.pids() == []
     (checkpoint,) = long.output.glob("checkpoint-*")
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     report = files.read(long.output / files.NAME)
-    assert (report["state"], report["last_step"], report["ended_ranks"]) == ("failed", step, [0, 1])
+    assert (report["state"], report["last_step"], report["ended_ranks"]) == ("stopped", step, [0, 1])
     assert (report["launcher"]["exit_code"], report["launcher"]["unfinished_ranks"]) == (1, [])
-    assert f"Stopped: SIGTERM: stopped after step {step}; {checkpoint} is saved" in report["explanation"]
+    assert report["explanation"] == (
+        f"SIGTERM: stopped after step {step}; {checkpoint} is saved, and the same command resumes from it"
+    )
+    assert "llamafactory-ascend: stopped" in long.log.read_text()
+    verdict = judged(long.output)
+    assert verdict.problems == [f"stopped: {report['explanation']}"] and verdict.warnings == []
+    assert (verdict.step, verdict.max_steps, verdict.checkpoint) == (step, 5000, str(checkpoint))
     assert (checkpoint / "adapter_model.safetensors").is_file()
     assert not (long.output / "adapter_model.safetensors").exists()  # no product of a run that is not done
     assert not (long.output / lock.NAME).exists()
@@ -277,20 +300,27 @@ def test_plain_torchrun_has_the_lock_and_stops_when_one_rank_is_told(start: Call
     assert checkpoint.name == f"checkpoint-{report['last_step']}"
     assert sorted(failure["rank"] for failure in report["failures"]) == [0, 1]
     assert {failure["type"] for failure in report["failures"]} == {"Stopped"}
+    assert report["state"] == "stopped"
     assert report["ended_ranks"] == [0, 1]
     assert not (long.output / lock.NAME).exists()
 
 
 def test_two_nodes_share_an_output_dir(train: Train, tmp_path: Path) -> None:
-    """Two launchers over loopback, a simulated device each: FSDP2, one adapter, one report."""
+    """Two launchers over loopback, a simulated device each: FSDP2, one adapter, one report.
+
+    HCCL_CONNECT_TIMEOUT is not set, the user wants pinned memory, and there are fewer rows than ranks.
+    """
     if train.simulator_missing:
         pytest.skip(train.simulator_missing)
     config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}
-    recipe = train.recipe(max_steps=2, fsdp="full_shard auto_wrap", fsdp_config=config)
+    evaluation = {"eval_dataset": "tiny", "do_eval": True, "max_samples": 1, "per_device_eval_batch_size": 1}
+    changes = {**evaluation, "dataloader_pin_memory": True}
+    recipe = train.recipe(max_steps=2, fsdp="full_shard auto_wrap", fsdp_config=config, **changes)
     path = tmp_path / "nodes.yaml"
+    paths = [write_plugin(tmp_path / "site", "witness", WITNESS), os.environ["PYTHONPATH"]]
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     shared = {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port())}
+    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(map(str, paths))}
     nodes = [
         subprocess.Popen(
             [str(BIN / "llamafactory-cli"), "train", str(path)],
@@ -310,6 +340,20 @@ def test_two_nodes_share_an_output_dir(train: Train, tmp_path: Path) -> None:
     assert report["ranks"][0]["sharding"]["version"] == 2 and report["ranks"][0]["adapter"]["ok"]
     assert len(report["run"].partition(".")[0].split("+")) == 2
     assert not (output / lock.NAME).exists()
+    verdict = judged(output)
+    assert (verdict.problems, verdict.exit_code, verdict.sha256) == (
+        [],
+        0,
+        report["ranks"][0]["adapter"]["sha256"],
+    )
+    seen = [rank["witness"] for rank in report["ranks"]]
+    assert [each["HCCL_CONNECT_TIMEOUT"] for each in seen] == ["1800", "1800"]
+    assert [each["pin"] for each in seen] == [True, True]
+    findings = {each["subject"]: (each["level"], each["message"]) for each in report["findings"]}
+    level, message = findings["dataloader_pin_memory"]
+    assert level == "warning" and "leave it out where a run dies after hours" in message
+    level, message = findings["evaluation"]
+    assert level == "note" and message.startswith("1 evaluation rows, 2 ranks")
 
 
 def free_port() -> int:
@@ -320,13 +364,20 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_ray_workers_report_and_the_driver_holds_the_lock(train: Train) -> None:
-    """pip install 'ray[default]'; a CPU alone is not enough for the host's placement group."""
-    devices = {"SIM_NPU_DEVICES": "2", "ASCEND_RT_VISIBLE_DEVICES": "0,1", "USE_RAY": "1"}
-    kwargs = {"num_cpus": 24, "resources": {"NPU": 2}, "include_dashboard": True}
-    command = [sys.executable, "-m", "llamafactory.cli", "train"]
-    result = train(env=devices, command=command, max_steps=2, ray_num_workers=2, ray_init_kwargs=kwargs)
+    """Ray alone, without its dashboard: `master_addr` spares the host its question for the head's address.
+
+    Not in tmp_path: the names of its sockets may have 107 characters.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # nothing in $HOME, no network
+        devices = {"SIM_NPU_DEVICES": "2", "ASCEND_RT_VISIBLE_DEVICES": "0,1", "USE_RAY": "1", **quiet}
+        cluster = {"num_cpus": 20, "resources": {"NPU": 2}, "include_dashboard": False, "_temp_dir": folder}
+        address = "127.0.0.2"  # 127.0.0.1 stands for the machine's own
+        kwargs = {**cluster, "_node_ip_address": address, "object_store_memory": 80 << 20}
+        result = train(
+            env=devices, max_steps=2, ray_num_workers=2, master_addr=address, ray_init_kwargs=kwargs
+        )
     assert result.code == 0, result.text
     assert (result.report["state"], result.report["world_size"]) == ("completed", 2)
     assert [rank["rank"] for rank in result.report["ranks"]] == [0, 1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llamafactory_ascend.checks.data import catalogue
+from llamafactory_ascend.checks.lengths import steps
 from llamafactory_ascend.checks.lengths.totals import Totals
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.host import lengths
@@ -190,4 +191,16 @@ def test_a_row_that_cannot_be_encoded_is_counted_and_named(assets: Path, folder:
 def test_what_the_host_refuses_is_said_in_one_line(assets: Path) -> None:
     recipe = {"model_name_or_path": str(assets / "qwen3"), "template": "none_such", "dataset": "x"}
     with pytest.raises(AscendError, match="template none_such: Template none_such does not exist"):
+        lengths.load(recipe, "sft")
+    with pytest.raises(AscendError, match="the recipe: `cutoff_len` is 'many', it must be a whole number"):
+        lengths.load({**recipe, "cutoff_len": "many"}, "sft")
+    with pytest.raises(AscendError, match="`per_device_train_batch_size` is 0"):
+        steps.steps(8, {"per_device_train_batch_size": 0}, 1)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(assets: Path, tmp_path: Path) -> None:
+    """Transformers makes an empty one of the configuration alone, and every row would be two tokens."""
+    (tmp_path / "config.json").write_bytes((assets / "qwen3" / "config.json").read_bytes())
+    recipe = {"model_name_or_path": str(tmp_path), "template": "qwen3_nothink", "dataset": "x"}
+    with pytest.raises(AscendError, match="holds no tokenizer"):
         lengths.load(recipe, "sft")

@@ -1,6 +1,7 @@
 """Before the ranks start, and in each of them before the device is opened: the stock command."""
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from llamafactory_ascend import run
+from llamafactory_ascend.checks import finished_run
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.host import platform
+from llamafactory_ascend.launching import lock
 from llamafactory_ascend.report import lifecycle
 from llamafactory_ascend.settings import Settings
 from tests.fake_host import write_plugin
@@ -24,6 +27,11 @@ WITNESS = """
 import os, threading
 from llamafactory_ascend import hookimpl
 NAMES = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF")
+@hookimpl
+def ascend_trainer_callbacks(run, trainer):
+    import torch.utils.checkpoint
+    torch.utils.checkpoint.CheckpointFunction = None  # a re-entrant checkpoint would break
+    return []
 @hookimpl
 def ascend_report_sections(run):
     import torch
@@ -44,7 +52,8 @@ def result(train_once: Train, tmp_path_factory: pytest.TempPathFactory) -> Resul
     paths = f"{Path(__file__).parent.parent / 'sim_npu'}:{site}"
     env = {"PYTHONPATH": paths, "HCCL_CONNECT_TIMEOUT": "600", "HCCL_OP_TIMEOUT": "3600"}
     workers = {"dataloader_num_workers": 1, "preprocessing_num_workers": 64}
-    found = train_once(ranks=2, env=env, max_steps=1, bf16=True, **workers)
+    layers = {"gradient_checkpointing": True, "use_reentrant_gc": False}
+    found = train_once(ranks=2, env=env, max_steps=1, bf16=True, **workers, **layers)
     assert found.code == 0, found.text[-4000:]
     return found
 
@@ -75,6 +84,14 @@ def test_decisions_say_what_and_why(result: Result) -> None:
     assert decisions["dataloader_pin_memory"][0] == "false"
     assert decisions["preprocessing_num_workers"][1].startswith("64 asked for")
     assert decisions["attention.text"][0] == decisions["attention.vision"][0] == "sdpa"
+    assert decisions["checkpointing"][0] == "every layer in backward, non-re-entrant"
+
+
+def test_no_checkpoint_is_re_entrant(result: Result) -> None:
+    """Stock's are, whatever `use_reentrant_gc` says; the witness breaks those."""
+    for rank in result.report["ranks"]:
+        counts = rank["checkpointing"]
+        assert counts["checkpointed"] == {"text": 1} and counts["problems"] == []
 
 
 def test_a_variable_that_nobody_reads_is_named(result: Result) -> None:
@@ -97,6 +114,10 @@ def test_grad_norm_nan_ends_the_run_with_the_last_good_checkpoint(train: Train) 
     assert "step 4: the gradients of 3 optimizer steps in a row are not finite" in found.report["explanation"]
     assert [path.name for path in found.output.glob("checkpoint-*")] == ["checkpoint-1"]
     assert not (found.output / "adapter_model.safetensors").exists()
+    verdict = finished_run.check(found.output, lock.this_process("", ""), time.time())
+    assert (verdict.state, verdict.checkpoint) == ("failed", str(found.output / "checkpoint-1"))
+    said = [problem.partition(":")[0] for problem in verdict.problems]
+    assert said == ["failed", "loss is 0 at 2 of 3 logged steps, first at step 2"]
 
 
 def test_bf16_on_a_soc_without_it_is_refused_before_anything_is_loaded(train: Train) -> None:
@@ -114,6 +135,29 @@ def test_more_ranks_than_visible_cards_is_refused_before_any_starts(train: Train
     assert found.code == 2
     assert found.text.count("NPROC_PER_NODE asks for 8 ranks on this node, but 1 NPU is visible") == 1
     assert "distributed tasks" not in found.text and not found.output.exists()
+
+
+def test_packing_of_a_hybrid_without_a_kernel_for_it_is_refused_before_loading(train: Train) -> None:
+    """Stock trains, and samples leak into each other."""
+    found = train(packing=True, ascend={"kernels": "off"})
+    assert found.code == 1 and found.report["state"] == "refused"
+    assert "would carry the state of the linear attention from one packed sample into the next" in found.text
+    assert "next: set `packing: false` and `neat_packing: false`" in found.text
+    assert "Loading weights" not in found.text
+
+
+def test_bitsandbytes_is_refused_before_loading_unless_it_is_allowed(train: Train) -> None:
+    found = train(quantization_bit=4)
+    assert found.code == 1 and found.report["state"] == "refused"
+    said = "`quantization_bit: 4` with bitsandbytes trains with an abnormal loss on NPUs"
+    assert found.text.count(f"[llamafactory-ascend] quantization: {said}") == 1
+    assert [each["level"] for each in found.report["findings"]] == ["error"]
+    assert "Loading weights" not in found.text
+    found = train(quantization_bit=4, ascend={"allow": ["bitsandbytes"]})
+    assert [each["level"] for each in found.report["findings"]] == ["warning"]
+    assert f"{said}; allowed by `ascend.allow`" in found.text
+    (failure,) = found.report["failures"]  # of the host, which does not find bitsandbytes here
+    assert (failure["phase"], failure["refused"]) == ("loading", False), failure["traceback"]
 
 
 # ---- in this process
@@ -144,31 +188,6 @@ def test_no_run_on_a_cpu_for_lack_of_an_npu(recipe: dict[str, Any], monkeypatch:
         parser.get_train_args(dict(recipe))
     allowed = {**recipe, "ascend": {"device": "any"}}
     assert platform.before_parsing(allowed, Settings(device="any")) is allowed
-
-
-def test_bitsandbytes_is_refused_before_loading(
-    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe["quantization_bit"] = 4
-    with pytest.raises(
-        AscendError, match="`quantization_bit: 4` with bitsandbytes trains with an abnormal loss"
-    ):
-        parser.get_train_args(dict(recipe))
-    assert "abnormal loss" not in capsys.readouterr().err  # whoever catches the error says it, once
-    assert [each.level for each in run.current().findings] == ["error"]
-    _model, *_ = parser.get_train_args({**recipe, "ascend": {"allow": ["bitsandbytes"]}})
-    assert [each.level for each in run.current().findings if each.subject == "quantization"] == ["warning"]
-    assert capsys.readouterr().err.count("abnormal loss") == 1
-
-
-def test_pinned_memory_of_the_user_is_kept_and_warned_about(recipe: dict[str, Any]) -> None:
-    _model, _data, training, *_ = parser.get_train_args({**recipe, "dataloader_pin_memory": True})
-    assert training.dataloader_pin_memory is True
-    assert [each.level for each in run.current().findings if each.subject == "dataloader_pin_memory"] == [
-        "warning"
-    ]
-    _model, _data, training, *_ = parser.get_train_args(dict(recipe))
-    assert training.dataloader_pin_memory is False
 
 
 def test_a_broken_timeout_is_refused_before_torchrun(

@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamafactory_ascend.kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from llamafactory_ascend.kernels.linear_cross_entropy import (
+    chunk_rows,
+    label_likelihoods,
+    linear_cross_entropy,
+)
 
 
 def inputs(dtype: torch.dtype, rows: int = 200, width: int = 24, vocabulary: int = 600) -> tuple[Tensor, ...]:
@@ -54,6 +58,44 @@ def test_loss_and_gradients_equal_those_of_the_whole_logits(dtype: torch.dtype, 
     for found, other, wanted in zip(ours, theirs, exact, strict=True):
         assert distance(found, wanted) < bound
         assert distance(found, wanted) < 2 * distance(other, wanted) + 1e-6
+
+
+def stock_likelihoods(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+    return found.where(labels != -100, 0)
+
+
+def weighed(function: Any) -> Any:
+    """Make a number of likelihoods, each of which counts for something else."""
+    return lambda hidden, *rest: (
+        function(hidden, *rest)
+        @ torch.linspace(-1, 2, len(hidden)).to(
+            torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)], ids=str
+)
+def test_likelihoods_and_their_gradients_are_those_of_the_whole_logits(
+    dtype: torch.dtype, bound: float
+) -> None:
+    given = inputs(dtype)
+    found = label_likelihoods(*given)
+    wanted = stock_likelihoods(*(x.double() if x.is_floating_point() else x for x in given))
+    assert found.dtype == torch.float32 and distance(found, wanted) < bound
+    assert torch.equal(found == 0, given[2] == -100)
+    exact = evaluate(
+        weighed(stock_likelihoods), *(x.double() if x.is_floating_point() else x for x in given), scale=1 / 64
+    )
+    ours = evaluate(weighed(label_likelihoods), *given, scale=1 / 64)
+    theirs = evaluate(weighed(stock_likelihoods), *given, scale=1 / 64)
+    assert [x.dtype for x in ours] == [torch.float32, dtype, dtype]
+    for found, other, right in zip(ours, theirs, exact, strict=True):
+        assert distance(found, right) < 2 * distance(other, right) + 2e-6
 
 
 def test_positions_without_a_label_get_no_gradient_and_cost_nothing() -> None:

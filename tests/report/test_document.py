@@ -20,8 +20,12 @@ RUNNING: dict[str, Any] = {"failures": [], "launcher": None, "ended_ranks": [], 
 
 
 def failure(rank: int, **changes: Any) -> dict[str, Any]:
-    found = {"rank": rank, "phase": "backward", "step": 3, "refused": False, "type": "OutOfMemoryError"}
-    return {**found, "headline": "too much", "message": "too much\nhint", **changes}
+    found = {"rank": rank, "phase": "backward", "step": 3, "refused": False, "stopped": False}
+    said = {"type": "OutOfMemoryError", "headline": "too much", "message": "too much\nhint"}
+    return {**found, **said, **changes}
+
+
+STOPS = [failure(rank, stopped=True, message="SIGTERM: stopped after step 3") for rank in (1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,29 @@ def failure(rank: int, **changes: Any) -> dict[str, Any]:
             {"launcher": {"exit_code": None, "unfinished_ranks": []}, "ended_ranks": [0]},
             "failed",
             "the launcher was interrupted",
+        ),
+        ({"failures": STOPS, "ended_ranks": [0, 1]}, "stopped", "SIGTERM: stopped after step 3"),
+        (  # torchrun ends with 1 because its ranks have
+            {"failures": STOPS, "launcher": {"exit_code": 1, "unfinished_ranks": []}},
+            "stopped",
+            "SIGTERM: stopped after step 3",
+        ),
+        (  # one was too slow
+            {"failures": STOPS[:1], "launcher": {"exit_code": 1, "unfinished_ranks": [0]}},
+            "failed",
+            "rank 1 failed in backward after step 3: OutOfMemoryError: too much; "
+            "torchrun ended with exit code 1; killed or lost after step 3: rank 0",
+        ),
+        (  # its launcher has stopped them because torchrun was killed
+            {"failures": STOPS[:1], "launcher": {"exit_code": -9, "unfinished_ranks": []}},
+            "failed",
+            "rank 1 failed in backward after step 3: OutOfMemoryError: too much; "
+            "torchrun ended with exit code -9",
+        ),
+        (
+            {"failures": [*STOPS[:1], failure(0)]},
+            "failed",
+            "rank 1 failed in backward after step 3: OutOfMemoryError: too much; then failed: rank 0",
         ),
     ],
 )

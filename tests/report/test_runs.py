@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from llamafactory_ascend.checks import finished_run
+from llamafactory_ascend.launching import lock
 from llamafactory_ascend.report import files
 from tests.report import saboteur
 from tests.running import BIN, Result, Train, environment
@@ -73,13 +75,20 @@ def test_a_killed_run_says_how_far_it_came(start: Start, tmp_path: Path) -> None
     assert report["finished"] is None and report["ended_ranks"] == []
     assert files.read(output / "ascend_report.2026-01-02T030405+0000.json") == old
     assert [path.name for path in output.glob(".ascend*")] == [".ascend_run.lock"]  # free to take
+    verdict = finished_run.check(output, lock.this_process("", ""), time.time())
+    assert (verdict.state, verdict.exit_code, verdict.step, verdict.max_steps) == ("unfinished", None, 3, 500)
+    assert verdict.problems[0] == ("no exit code: nobody has said how the run ended, after step 3 of 500")
+    assert verdict.problems[1].endswith("the run was killed")
+    (warning,) = verdict.warnings
+    assert warning.startswith(f"{output}/.ascend_run.lock was left behind by host ")
+    assert f"pid {process.pid}, " in warning
 
 
 def test_an_interrupted_run_keeps_its_exit_code(start: Start, tmp_path: Path) -> None:
     process, output = start(signal.SIGINT, tmp_path / "out")
     report = files.read(output / files.NAME)
     assert process.returncode == -signal.SIGINT  # 130 in a shell, as without the plugin
-    assert (report["state"], report["last_step"]) == ("failed", 4)  # the step it was in, which is saved
+    assert (report["state"], report["last_step"]) == ("stopped", 4)  # the step it was in, which is saved
     assert report["failures"][0]["type"] == "KeyboardInterrupt"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamafactory_ascend.checks.data import encodings, json_rows
+from llamafactory_ascend.checks.data.decoding import DECODER
 from llamafactory_ascend.checks.data.schema import FILE_TYPES, SOURCES
 from llamafactory_ascend.errors import AscendError
 
@@ -235,7 +236,7 @@ def _members(text: str) -> Iterator[Member]:
         start = at
         key, at = scanstring(text, at + 1, True)
         at = _skip(text, _expect(text, _skip(text, at), ":"))
-        value, at = json_rows.DECODER.raw_decode(text, at)
+        value, at = DECODER.raw_decode(text, at)
         yield Member(key, value, start, at)
         at = _skip(text, at)
         if text[at : at + 1] == "}":

@@ -1,6 +1,8 @@
 """One data set from its entry to its last row: everything that is checked, in the order it is found."""
 
 import difflib
+import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -30,6 +32,7 @@ class Request:
         count: row -> its tokens, where a tokenizer is at hand.
         packing: stage pt joins its texts.
         batch: rows that are joined together.
+        max_samples: rows of a set that are used; the others are read and must be whole, no more.
     """
 
     stage: str = "sft"
@@ -39,6 +42,7 @@ class Request:
     count: Count | None = None
     packing: bool = True
     batch: int = 1000
+    max_samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class SetCheck:
 
     Attributes:
         place: file and line of its entry.
-        rows, kept: rows that were read, and those of them that the host trains on.
+        rows, kept: rows that were looked at, and those of them that the host trains on.
+        unused: rows behind `max_samples`.
         complete: all rows were read.
     """
 
@@ -56,6 +61,7 @@ class SetCheck:
     path: str
     rows: int
     kept: int
+    unused: int
     complete: bool
     seconds: float
     problems: tuple[Problem, ...]
@@ -84,12 +90,13 @@ def check(
     problems = schema.problems(entry.name, entry.keys, request.stage)
     files: list[Path] = []
     if not any(problem.level == "error" for problem in problems):
-        problems += path_problems(entry)
-        if entry.path is not None and entry.path.exists():
+        found = path_problems(entry)
+        if entry.path is not None and not any(problem.level == "error" for problem in found):
             files = tables.files_of(entry.path)
             wrong = tables.type_problems(files)
-            problems += wrong
+            found += wrong
             files = [] if wrong else files
+        problems += found
     reading = Reading(entry, request, leaks, evaluation)
     complete = reading.read(files, deadline, watch) if files else not problems
     problems += reading.problems(complete) if files else []
@@ -99,6 +106,7 @@ def check(
         str(entry.path or ""),
         reading.rows.seen,
         reading.rows.kept,
+        reading.rows.unused,
         complete,
         round(time.monotonic() - started, 3),
         tuple(problems),
@@ -110,7 +118,9 @@ class Reading:
 
     def __init__(self, entry: Entry, request: Request, leaks: Leaks | None, evaluation: bool) -> None:
         self.entry, self.request, self.leaks, self.evaluation = entry, request, leaks, evaluation
-        self.layout = schema.layout(entry.keys if isinstance(entry.keys, Mapping) else {})
+        keys = entry.keys if isinstance(entry.keys, Mapping) else {}
+        self.layout = schema.layout(keys)
+        self.used = None if keys.get("num_samples") else request.max_samples  # drawn ones may be any
         limits = request.limits
         self.broken: list[Problem] = []
         self.unencoded = Tally(limits.examples)
@@ -139,6 +149,9 @@ class Reading:
 
     def _take(self, item: Row) -> None:
         number, row = item.number, item.value
+        if self.used is not None and self.rows.seen >= self.used:
+            self.rows.pass_by(number, row)
+            return
         if not self.rows.see(number, row):
             return
         if not self.media.see(number, row):
@@ -194,26 +207,36 @@ def path_problems(entry: Entry) -> list[Problem]:
     """Return what is wrong with where an entry's file is."""
     path = entry.path
     if path is None:
-        return [Problem("note", "remote", "its data is no local file: the rows are not looked at")]
+        source = next((key for key in schema.SOURCES if key in entry.keys), "its source")
+        message = (
+            f"`{source}` names no local file: its rows are NOT checked, a fault in them ends the training"
+        )
+        return [Problem("note", "remote", message)]
     found = []
     if climbs_out(entry):
         message = f"`file_name` leads out of {entry.folder}: {entry.keys['file_name']}"
         found.append(
             Problem("warning", "climbs_out", message, "an installed fragment would be refused for it")
         )
-    if not path.exists():
-        message = f"file {path.resolve()} does not exist"
+    if not os.path.exists(path):  # noqa: PTH110 - False for any name that cannot be, where Path raises
+        link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""  # noqa: PTH114, PTH115
+        message = f"file {os.path.abspath(path)}{link} does not exist"  # noqa: PTH100
         said = str(entry.keys.get("description", "")) if entry.source.origin != "yours" else ""
         following = f"its entry says: {said}" if said else nearest_files(path)
         found.append(Problem("error", "no_file", message, following))
+    elif path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        found.append(Problem("error", "file", f"folder {path} cannot be read: {os.strerror(errno.EACCES)}"))
+    elif not tables.files_of(path):
+        found.append(Problem("error", "no_file", f"folder {path} is empty"))
     return found
 
 
 def nearest_files(path: Path) -> str:
     """Return the names in a file's folder that are nearest to its own, or what there is instead."""
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent.resolve()}"
-    names = sorted(one.name for one in path.parent.iterdir() if not one.name.startswith("dataset_info"))
+        return f"there is no folder {os.path.abspath(path.parent)}"  # noqa: PTH100 - no loop of links stops it
+    there = [one for one in tables.files_of(path.parent) if os.path.exists(one)]  # noqa: PTH110
+    names = [one.name for one in there if not one.name.startswith("dataset_info")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     if near:
         return f"nearest: {', '.join(near)}"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llamafactory_ascend.checks.data import encodings
+from llamafactory_ascend.checks.data.decoding import ROWS
 from llamafactory_ascend.checks.data.problem import Problem
 
 CHUNK = 1 << 20
 LONGEST = 64 << 20  # characters of a row; one that has no end is an error before the memory is full
 MARGIN = 16  # an error that close to the end of what was read may be the end itself
 SHOWN = 60
-DECODER = json.JSONDecoder(strict=False)  # a tab inside a string is no error to the host
 
 Watch = Callable[[int], None]  # told the bytes that were read
 
@@ -69,7 +69,7 @@ def _read_lines(file: Path, handle: BinaryIO, first: int, watch: Watch | None) -
         try:
             text = data.decode("utf-8").rstrip("\r\n")  # an error at the end is one of this line
             if text.strip():
-                yield Row(number, DECODER.decode(text))
+                yield Row(number, ROWS.decode(text))
                 number += 1
         except UnicodeDecodeError:
             yield encodings.problem(file, encodings.guess(data), line)
@@ -197,7 +197,7 @@ class Text:
             self.fail("the file ends where a row is expected")
         while True:
             try:
-                value, end = DECODER.raw_decode(self.held, self.at)
+                value, end = ROWS.raw_decode(self.held, self.at)
             except json.JSONDecodeError as error:
                 open_end = error.msg.startswith("Unterminated") or error.pos >= len(self.held) - MARGIN
                 if open_end and len(self.held) - self.at < LONGEST and self.more(size):
@@ -242,5 +242,7 @@ def broken(file: Path, line: int, column: int, text: str, what: str) -> Problem:
 
 def excerpt(text: str, column: int) -> str:
     start = max(0, column - SHOWN)
-    part = text[start : column + SHOWN // 3]
+    part = "".join(
+        one if one.isprintable() else ascii(one)[1:-1] for one in text[start : column + SHOWN // 3]
+    )
     return f"`{'...' if start else ''}{part}{'...' if column + SHOWN // 3 < len(text) else ''}`"

@@ -23,6 +23,7 @@ class Rows:
     limits: Limits = field(default_factory=Limits)
     seen: int = 0
     kept: int = 0
+    unused: int = 0
 
     def __post_init__(self) -> None:
         examples = self.limits.examples
@@ -44,10 +45,8 @@ class Rows:
             True where the host keeps it and nothing is wrong with its types.
         """
         self.seen += 1
-        if not isinstance(row, Mapping):
-            self.wrong.add(f"the row is {kind(row)}, it must be an object", number)
+        if not self._is_object(number, row):
             return False
-        self.keys.update(row.keys())
         faults = self._mixed(row) or [*self._history(row), *self._tools(row)]
         for fault in faults:
             self.wrong.add(fault, number)
@@ -73,6 +72,20 @@ class Rows:
         self.kept += 1
         for reason in conversation.empty:
             self.empty.add(reason, number)
+        return True
+
+    def pass_by(self, number: int, row: Any) -> None:
+        """Take in a row that is read and not used: its types must be those of the others."""
+        self.unused += 1
+        if self._is_object(number, row):
+            for fault in self._mixed(row):
+                self.wrong.add(fault, number)
+
+    def _is_object(self, number: int, row: Any) -> bool:
+        if not isinstance(row, Mapping):
+            self.wrong.add(f"the row is {kind(row)}, it must be an object", number)
+            return False
+        self.keys.update(row.keys())
         return True
 
     def _mixed(self, row: Mapping[str, Any]) -> list[str]:

@@ -107,6 +107,8 @@ def problems(name: str, entry: Any, stage: str) -> list[Problem]:
         for key in sources
         if not isinstance(entry[key], str)
     ]
+    if entry.get(sources[0] if sources else "", None) == "":
+        found.append(Problem("error", "schema", f"`{name}.{sources[0]}` is empty"))
     return found + meaning_problems(name, entry, stage)
 
 

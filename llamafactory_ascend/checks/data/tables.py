@@ -1,6 +1,6 @@
 """Rows of a data set's files, whatever their type; all but JSON as the library `datasets` reads them."""
 
-import itertools
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,22 +13,40 @@ from llamafactory_ascend.checks.data.schema import FILE_TYPES
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a data set: itself, or everything in its folder, in the order the host takes them.
+    """Return the files of a data set: itself, or everything in its folder; none where it is not there.
 
     The host takes the order of the file system; where the rows are numbered, names are in order here.
     """
-    return sorted(path.iterdir()) if path.is_dir() else [path]
+    if not os.path.exists(path):  # noqa: PTH110 - False for any name that cannot be, where Path raises
+        return []
+    if not path.is_dir():
+        return [path]
+    with contextlib.suppress(PermissionError):
+        return sorted(path.iterdir())
+    return []
+
+
+def size(files: list[Path]) -> int:
+    """Return the bytes of files; what cannot be looked at counts none, and reading says why."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def type_problems(files: list[Path]) -> list[Problem]:
-    """Return what the host refuses: nothing to read, a type it does not know, several types."""
-    if not files:
-        return [Problem("error", "no_file", "the folder is empty")]
+    """Return what the host refuses: no file, a type it does not know, several types."""
+    others = "move everything else out of the folder" if len(files) > 1 else ""
+    for file in files:
+        if not file.is_file():
+            what = "is a folder" if file.is_dir() else "is no file" if file.exists() else "is a broken link"
+            return [Problem("error", "no_file", f"{file} {what}", others)]
     unknown = [file for file in files if file.suffix[1:] not in FILE_TYPES]
     if unknown:
         known = ", ".join(f".{ending}" for ending in FILE_TYPES)
         message = f"{unknown[0]}: files must end with one of {known}"
-        return [Problem("error", "file_type", message, "move everything else out of the folder")]
+        return [Problem("error", "file_type", message, others)]
     kinds = {FILE_TYPES[file.suffix[1:]] for file in files}
     if len(kinds) > 1:
         message = f"files of several types in one folder ({', '.join(sorted(kinds))}): {files[0].parent}"
@@ -44,10 +62,13 @@ def read(files: list[Path], watch: Watch | None = None) -> Iterator[Row | Proble
         one = (
             json_rows.read(file, number, watch) if kind == "json" else _read_table(file, kind, number, watch)
         )
-        for item in one:
-            if isinstance(item, Row):
-                number = item.number + 1
-            yield item
+        try:
+            for item in one:
+                if isinstance(item, Row):
+                    number = item.number + 1
+                yield item
+        except OSError as error:
+            yield Problem("error", "file", f"{file} cannot be read: {error.strerror or error}")
 
 
 def _read_table(file: Path, kind: str, first: int, watch: Watch | None) -> Iterator[Row | Problem]:
@@ -60,7 +81,7 @@ def _read_table(file: Path, kind: str, first: int, watch: Watch | None) -> Itera
         cause = " ".join(str(error.__cause__ or error).split())
         yield Problem("error", "file", f"{file} cannot be read as {kind}: {cause[:300]}")
     if watch:
-        watch(file.stat().st_size)
+        watch(size([file]))
 
 
 def _encoding_problems(file: Path) -> Iterator[Problem]:
@@ -79,16 +100,17 @@ def _stream(file: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 def count(path: Path, limit: int = 32 << 20) -> int | None:
     """Return the number of rows where it is cheap to know: small JSON, Parquet; None elsewhere."""
-    files = files_of(path) if path.exists() else []
-    if not files or type_problems(files) or sum(file.stat().st_size for file in files) > limit:
+    files = files_of(path)
+    if not files or type_problems(files) or size(files) > limit:
         return None
     if all(file.suffix == ".parquet" for file in files):
         import pyarrow.parquet  # type: ignore[import-untyped]
 
-        return int(sum(pyarrow.parquet.ParquetFile(file).metadata.num_rows for file in files))
+        with contextlib.suppress(OSError, pyarrow.ArrowException):
+            return int(sum(pyarrow.parquet.ParquetFile(file).metadata.num_rows for file in files))
     if all(FILE_TYPES[file.suffix[1:]] == "json" for file in files):
         rows = 0
-        for item in itertools.chain.from_iterable(json_rows.read(file) for file in files):
+        for item in read(files):
             if isinstance(item, Problem):
                 return None
             rows += 1

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llamafactory_ascend.errors import AscendError
+
 DEFAULTS: dict[str, Any] = {  # of Transformers' TrainingArguments
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -36,9 +38,16 @@ def left_to_train(samples: int, val_size: float) -> int:
 
 
 def steps(samples: int, recipe: Mapping[str, Any], ranks: int) -> Steps:
-    """Return the steps of a recipe; a batch that is not full, and a last accumulation, count as one."""
+    """Return the steps of a recipe; a batch that is not full, and a last accumulation, count as one.
+
+    Raises:
+        AscendError: a batch or an accumulation that is no number above zero.
+    """
     given = {name: recipe.get(name, default) for name, default in DEFAULTS.items()}
-    batch, accumulation = int(given["per_device_train_batch_size"]), int(given["gradient_accumulation_steps"])
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if not isinstance(given[name], int) or given[name] < 1:
+            raise AscendError(f"`{name}` is {given[name]!r}, it must be a whole number above 0")
+    batch, accumulation = given["per_device_train_batch_size"], given["gradient_accumulation_steps"]
     if given["dataloader_drop_last"]:
         batches = samples // batch // ranks
     else:

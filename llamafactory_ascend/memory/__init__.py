@@ -1,0 +1,1 @@
+"""What a training step holds on a card, measured on a model without weights."""
