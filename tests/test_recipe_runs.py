@@ -164,7 +164,7 @@ def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     words = ["chat", *options, "--max_new_tokens", str(WORDS)]
     # The host generates in a daemon thread; `exit` right behind the reply sometimes finds it inside torch,
     # and C++ aborts the process that is ending ("terminate called without an active exception"). So it does
-    # without the plugin: in 3 of 14 runs with LLAMAFACTORY_ASCEND=0 on a busy CPU, in 1 of 14 with it.
+    # with the plugin switched off (LLAMAFACTORY_ASCEND=0): in 3 of 14 runs on a busy CPU; with it in 1 of 14.
     codes = (0, -signal.SIGABRT)
     said = command(words, folder, {}, say=f"{QUESTION}\nexit\n", codes=codes)
     return Chain(model, cpt, sft, merged, said)

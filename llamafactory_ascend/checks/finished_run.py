@@ -4,24 +4,70 @@ Judged from files alone. The report says most; a run without the plugin has the 
 """
 
 import datetime
-import json
-from collections.abc import Mapping
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from llamafactory_ascend.checks import adapter, model_files, run_history
 from llamafactory_ascend.checks.run_history import History
 from llamafactory_ascend.checks.safetensors_header import read_headers
 from llamafactory_ascend.features import resuming
 from llamafactory_ascend.launching import lock
-from llamafactory_ascend.report import files
+from llamafactory_ascend.report import document, files
+from llamafactory_ascend.run import Finding
 
 TRAINED = "train_results.json"  # the host writes it after it has saved the model
 RESULTS = (TRAINED, "eval_results.json", "predict_results.json")
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 SHARDED = ("pytorch_model_fsdp_*", "optimizer_*", "global_step*")  # FSDP's and DeepSpeed's own checkpoints
 STALE = 1800.0  # seconds without a sign of life after which a run that nobody can vouch for counts as dead
+
+
+class Saved(BaseModel):
+    """An adapter as a rank has saved it."""
+
+    sha256: str | None = None
+
+
+class Rank(BaseModel):
+    """What is read of a rank's sections."""
+
+    adapter: Saved | None = None
+
+
+class Launcher(BaseModel):
+    """What the launcher has added."""
+
+    exit_code: int | None
+
+
+class Report(BaseModel):
+    """What is read of ascend_report.json."""
+
+    version: int = Field(document.SCHEMA, alias="schema")
+    run: str = ""
+    state: Literal["completed", "failed", "stopped", "refused", "unfinished"]
+    explanation: str
+    last_step: int
+    max_steps: int | None
+    launcher: Launcher | None
+    ranks: list[Rank]
+    findings: list[Finding]
+
+    def exit_code(self) -> int | None:
+        if self.launcher:
+            return self.launcher.exit_code
+        return 0 if self.state == "completed" else None
+
+
+class Index(BaseModel):
+    """What is read of the list of a sharded model's files."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass
@@ -63,6 +109,12 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or bool(run_history.checkpoints(folder))
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """True for a checkpoint, which has no end and no lock of its own."""
+    whole = folder.resolve()
+    return whole in run_history.checkpoints(whole.parent) and not (whole / files.NAME).exists()
+
+
 def check(folder: Path, here: lock.Owner, now: float) -> RunCheck:
     """Judge the run that has this output_dir; nothing that is wrong with the files raises.
 
@@ -71,31 +123,48 @@ def check(folder: Path, here: lock.Owner, now: float) -> RunCheck:
         here: this process, which knows whether others of this machine live.
         now: seconds since the epoch.
     """
-    report, history = files.read(folder / files.NAME), run_history.read(folder)
-    state = str(report.get("state", ""))
-    launcher = report.get("launcher") or {}
-    code = launcher.get("exit_code", 0 if state == "completed" else None)
-    step = max(history.step, int(report.get("last_step") or 0))
-    total = report.get("max_steps") or history.max_steps
-    found = RunCheck(str(folder), state, code, step, total)
+    history = run_history.read(folder)
+    report, flaw = _report(folder)
+    step, total, state = history.step, history.max_steps, ""
+    found = RunCheck(str(folder), warnings=[flaw] if flaw else [])
+    if report:
+        found.state = state = report.state
+        found.exit_code = report.exit_code()
+        step, total = max(step, report.last_step), report.max_steps or total
+    found.step, found.max_steps = step, total
     finished = state == "completed" or (not state and _is_finished(folder, history))
-    trained = bool(total) or (folder / TRAINED).is_file()
     if finished:
         _judge_steps(found, history)
     else:
         _judge_end(found, report, folder, here, now)
+    if history.flaw:
+        found.problems.append(f"{history.flaw}: what the training logged is lost")
     problems, warnings = run_history.judge(history.entries)
     found.problems += problems
     found.warnings += warnings
     _judge_checkpoint(found, folder, finished)
-    if finished and trained:
+    if finished and (total or (folder / TRAINED).is_file()):
         _judge_product(found, folder, report)
-    _judge_lock(found, folder, here, finished)
-    if state == "completed":
-        for finding in report.get("findings", []):
-            if finding["level"] == "error":
-                found.problems.append(f"{finding['subject']}: {finding['message']}")
+    _judge_lock(found, folder, here, report, finished)
+    if report and state == "completed":
+        errors = (finding for finding in report.findings if finding.level == "error")
+        found.problems += [finding.sentence() for finding in errors]
     return found
+
+
+def _report(folder: Path) -> tuple[Report | None, str]:
+    """Return the report, None where there is none, and why the run is judged without it."""
+    path = folder / files.NAME
+    try:
+        found = Report.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValidationError) as error:
+        return None, f"{run_history.explain(path, error)}: judged by the host's files alone"
+    if found.version > document.SCHEMA:
+        newer = f"{path} has schema {found.version}, of a newer version than this one, which knows "
+        return found, f"{newer}{document.SCHEMA}: what it says may mean something else"
+    return found, ""
 
 
 def _is_finished(folder: Path, history: History) -> bool:
@@ -119,11 +188,11 @@ def _judge_steps(found: RunCheck, history: History) -> None:
 
 
 def _judge_end(
-    found: RunCheck, report: Mapping[str, Any], folder: Path, here: lock.Owner, now: float
+    found: RunCheck, report: Report | None, folder: Path, here: lock.Owner, now: float
 ) -> None:
     """Say how a run ended that is not done, or that nobody has said it."""
-    if found.state and found.state != "unfinished":
-        found.problems.append(f"{found.state}: {report.get('explanation', '')}")
+    if report and report.state != "unfinished":
+        found.problems.append(f"{report.state}: {report.explanation}")
         return
     where = f"after step {found.step} of {found.max_steps or '?'}"
     owner = lock.read(folder)
@@ -151,18 +220,19 @@ def _last_sign(folder: Path, now: float) -> tuple[float, str]:
     return max(0.0, now - times[last]), last
 
 
-def _judge_product(found: RunCheck, folder: Path, report: Mapping[str, Any]) -> None:
+def _judge_product(found: RunCheck, folder: Path, report: Report | None) -> None:
     """Judge the model in output_dir: an adapter with its values, all weights by their headers."""
     if (folder / adapter.CONFIG).is_file() or (folder / adapter.WEIGHTS).is_file():
         verdict = adapter.check(folder)
         found.problems += verdict.problems
         found.warnings += verdict.warnings
         found.sha256 = verdict.sha256
-        saved = ((report.get("ranks") or [{}])[0].get("adapter") or {}).get("sha256")
+        first = report.ranks[0].adapter if report and report.ranks else None
+        saved = first.sha256 if first else None
         if saved and verdict.sha256 and saved != verdict.sha256:
             found.warnings.append(f"{adapter.WEIGHTS} is not the file that this run saved (sha256 {saved})")
-    elif any(folder.glob("model*.safetensors")) or (folder / INDEX).is_file():
-        found.problems += _weights_problems(folder)
+    elif _has_weights(folder):
+        found.problems += model_files.problems(folder) + _weights_problems(folder)
     else:
         last = f"; {found.checkpoint} may hold one" if found.checkpoint else ""
         found.problems.append(
@@ -171,21 +241,30 @@ def _judge_product(found: RunCheck, folder: Path, report: Mapping[str, Any]) -> 
         )
 
 
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("model*.safetensors")) or (folder / INDEX).is_file()
+
+
 def _weights_problems(folder: Path) -> list[str]:
-    problems = model_files.problems(folder)
+    """Judge all weights of a model by the headers of their files."""
+    path = folder / INDEX
     try:
         tensors = read_headers(folder)
-        promised = (
-            json.loads((folder / INDEX).read_text())["weight_map"] if (folder / INDEX).is_file() else {}
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [*problems, str(error)]
+        promised = Index.model_validate_json(path.read_bytes()).weight_map if path.is_file() else {}
+    except ValidationError as error:
+        return [run_history.explain(path, error)]
+    except (OSError, ValueError) as error:
+        return [str(error)]
     missing = [name for name in promised if name not in tensors]
     if missing:
-        problems.append(
-            f"{len(missing)} of the {len(promised)} tensors in {INDEX} are missing, e.g. {missing[0]}"
-        )
-    return problems
+        return [f"{len(missing)} of the {len(promised)} tensors in {INDEX} are missing, e.g. {missing[0]}"]
+    if not promised and (shard := next(filter(None, map(SHARD.fullmatch, _names(folder))), None)):
+        return [f"{path} is missing, without which {shard[0]} and the other {int(shard[1])} cannot be loaded"]
+    return [] if tensors else [f"model*.safetensors in {folder} hold no tensor"]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
 def _judge_checkpoint(found: RunCheck, folder: Path, finished: bool) -> None:
@@ -203,12 +282,16 @@ def _judge_checkpoint(found: RunCheck, folder: Path, finished: bool) -> None:
             flaw = f"has no {' and no '.join(missing)}: a resumed run would start its optimizer afresh"
         elif (last / adapter.CONFIG).is_file():
             flaw = "; ".join(adapter.check(last, trained=False).problems)
+        elif _has_weights(last):
+            flaw = "; ".join(_weights_problems(last))
     if flaw:
         text = f"{last} {flaw}; {resuming.another(last)}"
         (found.warnings if finished else found.problems).append(text)
 
 
-def _judge_lock(found: RunCheck, folder: Path, here: lock.Owner, finished: bool) -> None:
+def _judge_lock(
+    found: RunCheck, folder: Path, here: lock.Owner, report: Report | None, finished: bool
+) -> None:
     owner = lock.read(folder)
     if owner is None:
         return
@@ -220,5 +303,5 @@ def _judge_lock(found: RunCheck, folder: Path, here: lock.Owner, finished: bool)
         )
     elif not alive:
         found.warnings.append(f"{path} was left behind by {lock.who(owner)}: the next launch takes it over")
-    elif finished:
+    elif finished or (report and not document.has_launcher({"run": report.run}, owner.run)):
         found.warnings.append(f"another run is in {folder}: {lock.who(owner)}")

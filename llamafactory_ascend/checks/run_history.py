@@ -1,17 +1,72 @@
 """What a training logged: how far it came, and whether loss and gradients stayed numbers."""
 
 import contextlib
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 STATE = "trainer_state.json"  # the Trainer's; in a checkpoint, and in output_dir after the last step
 LOG = "trainer_log.jsonl"  # the host's, a line as soon as it is logged
-FINITE = ("loss", "grad_norm", "eval_loss")
-Entry = Mapping[str, Any]
+
+
+class Entry(BaseModel):
+    """What is logged at a step; of an evaluation the losses are extra fields, one for each data set."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """Return what must be a number: loss, gradient norm, the losses of an evaluation."""
+        named = {"loss": self.loss, "grad_norm": self.grad_norm, **(self.model_extra or {})}
+        return {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, float) and (name in Entry.model_fields or _is_evaluation(name))
+        }
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("eval_") and name.endswith("_loss")
+
+
+def _with_step(entries: Any) -> Any:
+    """Leave out what was logged outside a step."""
+    if not isinstance(entries, list):
+        return entries
+    return [entry for entry in entries if not (isinstance(entry, dict) and "step" not in entry)]
+
+
+class TrainerState(BaseModel):
+    """What is read of the Trainer's state."""
+
+    global_step: int
+    max_steps: int
+    log_history: Annotated[list[Entry], BeforeValidator(_with_step)] = []
+    stateful_callbacks: dict[str, Any] = {}
+
+    def gave_up(self) -> bool:
+        """True where the callback for early stopping has no patience left."""
+        with contextlib.suppress(KeyError, TypeError):
+            found = self.stateful_callbacks["EarlyStoppingCallback"]
+            patience = found["args"]["early_stopping_patience"]
+            return bool(found["attributes"]["early_stopping_patience_counter"] >= patience)
+        return False
+
+
+class Line(Entry):
+    """A line of the host's log. An evaluation counts its batches, in lines without an epoch, and logs its
+    loss at step 0."""
+
+    step: int = Field(alias="current_steps", gt=0)
+    epoch: float
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -21,9 +76,10 @@ class History:
     Attributes:
         step: the last one that is known of.
         max_steps: what the Trainer set out for, None where nothing says so.
-        entries: as the Trainer logs them, `step` in each.
+        entries: as the Trainer logs them.
         stopped_early: the host's `early_stopping_steps` has ended it.
         others: the step at which trainer_log.jsonl ends where trainer_state.json is at another, else None.
+        flaw: why trainer_state.json cannot be read, "" where it can or where there is none.
     """
 
     step: int = 0
@@ -31,11 +87,13 @@ class History:
     entries: tuple[Entry, ...] = ()
     stopped_early: bool = False
     others: int | None = None
+    flaw: str = ""
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the first one first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    named = (path for path in folder.glob("checkpoint-*") if path.is_dir())
+    found = [path for path in named if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
@@ -45,17 +103,18 @@ def read(folder: Path) -> History:
     A run that has died has no state of the Trainer beyond its last checkpoint; the host's own log, which has
     no gradient norms, goes on from there.
     """
-    final = _mapping(folder / STATE)
-    states = (_mapping(path / STATE) for path in reversed(checkpoints(folder)))
-    state = final or next((found for found in states if found), {})
-    step, logged = int(state.get("global_step", 0)), _log(folder / LOG)
-    entries = [entry for entry in state.get("log_history", []) if "step" in entry]
-    last = int(logged[-1]["step"]) if logged else step
+    final, flaw = _state(folder / STATE)
+    states = (_state(path / STATE)[0] for path in reversed(checkpoints(folder)))
+    state = final or next((found for found in states if found), None)
+    step, logged = state.global_step if state else 0, _log(folder / LOG)
+    entries: list[Entry] = list(state.log_history) if state else []
+    last = logged[-1].step if logged else step
     if not final:
-        entries += [entry for entry in logged if entry["step"] > step]
-    total = state.get("max_steps") or (logged[-1].get("total_steps") if logged else None)
+        entries += [entry for entry in logged if entry.step > step]
+    total = state.max_steps if state else logged[-1].total_steps if logged else None
     others = last if final and last != step else None
-    return History(step if final else max(step, last), total, tuple(entries), _gave_up(state), others)
+    gave_up = state is not None and state.gave_up()
+    return History(step if final else max(step, last), total, tuple(entries), gave_up, others, flaw)
 
 
 def judge(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
@@ -66,60 +125,64 @@ def judge(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
     """
     problems: list[str] = []
     warnings: list[str] = []
-    for key in FINITE:
-        steps = [entry["step"] for entry in entries if key in entry]
-        bad = [entry["step"] for entry in entries if key in entry and not math.isfinite(entry[key])]
+    logged: dict[str, list[tuple[int, float]]] = {}
+    for entry in entries:
+        for name, value in entry.values().items():
+            logged.setdefault(name, []).append((entry.step, value))
+    for name, values in logged.items():
+        bad = [step for step, value in values if not math.isfinite(value)]
         if bad:
-            text = f"{key} is not finite at {len(bad)} of {len(steps)} logged steps, first at step {bad[0]}"
-            (problems if bad[-1] == steps[-1] else warnings).append(text)
-    losses = [entry for entry in entries if "loss" in entry]
-    zero = [entry["step"] for entry in losses if _learns_nothing(entry)]
+            text = f"{name} is not finite at {len(bad)} of {len(values)} logged steps, first at step {bad[0]}"
+            (problems if bad[-1] == values[-1][0] else warnings).append(text)
+    losses = [entry for entry in entries if entry.loss is not None]
+    zero = [entry.step for entry in losses if _learns_nothing(entry)]
     if zero:
         text = (
             f"loss is 0 at {len(zero)} of {len(losses)} logged steps, first at step {zero[0]}: no row has "
             "labels, or the Trainer has left a NaN out of the mean"
         )
-        (problems if zero[-1] == losses[-1]["step"] else warnings).append(text)
+        (problems if zero[-1] == losses[-1].step else warnings).append(text)
     return problems, warnings
 
 
 def _learns_nothing(entry: Entry) -> bool:
     """True for a loss of exactly 0; a preference loss can be, and older Trainers round what has gradients."""
-    preference = "rewards/accuracies" in entry or "accuracy" in entry
-    norm = entry.get("grad_norm")
-    return entry["loss"] == 0 and not preference and not (norm is not None and 0 < norm < math.inf)
+    preference = {"rewards/accuracies", "accuracy"} & set(entry.model_extra or {})
+    norm = entry.grad_norm
+    return entry.loss == 0 and not preference and not (norm is not None and 0 < norm < math.inf)
 
 
-def _gave_up(state: Mapping[str, Any]) -> bool:
-    """True where the callback for early stopping has no patience left."""
-    found = (state.get("stateful_callbacks") or {}).get("EarlyStoppingCallback") or {}
-    counter = (found.get("attributes") or {}).get("early_stopping_patience_counter", 0)
-    patience = (found.get("args") or {}).get("early_stopping_patience")
-    return patience is not None and counter >= patience
+def _state(path: Path) -> tuple[TrainerState | None, str]:
+    """Return a state of the Trainer, None where there is none, and why it cannot be read."""
+    try:
+        return TrainerState.model_validate_json(path.read_bytes()), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValidationError) as error:
+        return None, explain(path, error)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
+def explain(path: Path, error: OSError | ValidationError) -> str:
+    """Say why a file cannot be read, in a sentence."""
+    if isinstance(error, OSError):
+        return f"{path} cannot be read: {error.strerror}"
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{path} cannot be read: {f'`{place}`: ' if place else ''}{first['msg']}"
 
 
-def _log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the last run that wrote to the host's log, with the Trainer's word for the step."""
-    found: list[dict[str, Any]] = []
+def _log(path: Path) -> list[Line]:
+    """Return the lines of the last run that wrote to the host's log."""
+    found: list[Line] = []
     for line in _lines(path):
-        if found and line["current_steps"] < found[-1]["step"]:
+        if found and line.step < found[-1].step:
             found = []  # a run that started anew in the same folder
-        found.append({**line, "step": line["current_steps"]})
+        found.append(line)
     return found
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[Line]:
     with contextlib.suppress(OSError):
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # cut off by a kill
-                line = json.loads(text)
-                # An evaluation counts its batches, in lines without an epoch, and logs its loss at step 0.
-                if isinstance(line, dict) and "epoch" in line and line.get("current_steps", 0) > 0:
-                    yield line
+        for text in path.read_bytes().splitlines():
+            with contextlib.suppress(ValidationError):  # an evaluation's; or cut off by a kill
+                yield Line.model_validate_json(text)

@@ -5,6 +5,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
@@ -33,20 +34,31 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{file} is not a safetensors file, or it was cut off in its header")
         try:
             header = json.loads(handle.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{file} is not a safetensors file: its header is not JSON") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        found, end = _parse(header)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not a safetensors file: its header is none ({error!r})") from None
     if size != 8 + length + end:
         raise ValueError(f"{file} was cut off: {size:,} bytes, {8 + length + end:,} promised by its header")
-    found = {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    for name, entry in header.items():
-        info, (first, last) = found[name], entry["data_offsets"]
-        if info.dtype in BYTES and last - first != BYTES[info.dtype] * math.prod(info.shape):
+    for name, (info, count) in found.items():
+        if info.dtype in BYTES and count != BYTES[info.dtype] * math.prod(info.shape):
             raise ValueError(
-                f"{file}: `{name}` has {last - first} bytes, its shape {info.shape} needs another number"
+                f"{file}: `{name}` has {count} bytes, its shape {info.shape} needs another number"
             )
-    return found
+    return {name: info for name, (info, _) in found.items()}
+
+
+def _parse(header: Any) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
+    """Return name -> (what it says, bytes), and where the last tensor ends."""
+    found, end = {}, 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = map(int, entry["data_offsets"])
+            found[name] = TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"]))), last - first
+            end = max(end, last)
+    return found, end
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

@@ -36,11 +36,14 @@ def run(
     from llamafactory_ascend.checks import finished_run
     from llamafactory_ascend.launching import lock
 
+    if finished_run.is_checkpoint(folder):
+        what = f"{folder} is a checkpoint; the run is {folder.resolve().parent}"
+        raise typer.BadParameter(what, param_hint="DIR")
     if not finished_run.is_run(folder):
         raise typer.BadParameter(f"{folder} holds nothing that a run writes", param_hint="DIR")
     verdict = finished_run.check(folder, lock.this_process("", ""), time.time())
     if as_json:
-        typer.echo(json.dumps(verdict.as_dict(), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(verdict.as_dict(), indent=2))  # ASCII: a path may be no text in any encoding
     else:
         show(verdict)
     raise typer.Exit(0 if verdict.ok else 1)

@@ -53,9 +53,9 @@ class Pass:
 class CheckpointingAuto(TrainerCallback):  # type: ignore[misc]
     """Measures each forward and backward pass, and says before each how many layers are kept.
 
-    All ranks agree on the number at the end of every step, by one all-reduce of an integer. A rank whose
-    batch does not fit with it keeps fewer; collectives are the same either way, because a layer's parameters
-    are gathered for its backward whether it is recomputed or not.
+    All ranks keep the same number in each pass, the smallest that fits on any of them: under FSDP1, ranks
+    that recomputed different layers have waited for each other for ever. The all-reduce of an integer that it
+    takes comes where the Trainer has just waited for the loss.
     """
 
     def __init__(self, run: "Run", proof: "CheckpointingProof") -> None:
@@ -74,11 +74,13 @@ class CheckpointingAuto(TrainerCallback):  # type: ignore[misc]
         if self.function is None:
             return  # the proof has said so
         self.function.kept = frozenset()
-        self.type, self.device = args.device.type, torch.get_device_module(args.device)
+        self.where, self.type = args.device, args.device.type
+        self.device: Any = torch.get_device_module(args.device)
         self.available = device.available(self.type)
         self.budget = budget_bytes(self.run.settings.memory_budget, self.available)
         self.handles = [
-            model.register_forward_pre_hook(self.begin, with_kwargs=True),
+            # Before FSDP2 gathers the root: what it frees again is part of what the pass needs.
+            model.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.watch),
         ]
 
@@ -94,7 +96,8 @@ class CheckpointingAuto(TrainerCallback):  # type: ignore[misc]
         size, base = size_of(args, kwargs), self.device.memory_allocated()
         known = [batch for batch in self.batches if covers(batch.size, size)]
         batch = min(known, key=lambda batch: batch.needs[self.kept], default=None)
-        kept = min(self.kept, batch.fit(self.room(base))) if batch is not None else 0
+        fitting = min(self.kept, batch.fit(self.room(base))) if batch is not None else 0
+        kept = agree(fitting, self.where)
         self.function.kept = frozenset(self.layers[:kept])
         self.function.meter = self.device.memory_allocated if batch is None else None
         self.function.saved_bytes.clear()
@@ -139,10 +142,14 @@ class CheckpointingAuto(TrainerCallback):  # type: ignore[misc]
         # After the first step there is the optimizer's state, too.
         self.base += max(self.device.memory_allocated() - self.before, 0)
         fitting = [batch.fit(self.room(self.base)) for batch in self.batches]
-        before, self.kept = self.kept, agree(0 if self.given_up else min(fitting, default=0), args.device)
+        before, self.kept = self.kept, agree(0 if self.given_up else min(fitting, default=0), self.where)
         if self.kept != before or "checkpointing budget" not in self.run.facts:
             self.decide(state.global_step)
             self.proof.count_again(model)
+        if self.highest > self.budget:
+            even = " although every layer is recomputed" if not self.kept else ""
+            message = f"a step has needed more than the budget of {gib(self.budget)}{even}"
+            self.run.find("warning", "checkpointing", message)
         self.report()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -175,12 +182,6 @@ class CheckpointingAuto(TrainerCallback):  # type: ignore[misc]
             reason = self.given_up or f"{reason}: no room for more"
         self.run.decide("checkpointing", choice, f"`auto`: {reason}")
         log.info(f"checkpointing: {self.kept} of {total} layers are not recomputed; {reason}")
-        if largest > self.budget:
-            self.run.find(
-                "warning",
-                "checkpointing",
-                f"the budget of {gib(self.budget)} is too small for a step even with every layer recomputed",
-            )
 
     def report(self) -> None:
         self.run.facts["checkpointing budget"] = {

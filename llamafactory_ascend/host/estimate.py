@@ -5,13 +5,14 @@ patches in place, on the meta device: no weights are read. What was found is app
 per stage, as ``host/probe.py`` does.
 """
 
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from llamafactory_ascend import device, run
+from llamafactory_ascend import device, plugins, run
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.hookspecs import hookimpl
 from llamafactory_ascend.host import preflight
@@ -37,15 +38,15 @@ def read(words: list[str]) -> run.Arguments:
     Raises:
         AscendError: the recipe is refused, or trains what cannot be estimated.
     """
-    from llamafactory_ascend import plugins
-
     found = device.decide()
     preflight.parse(words if found.type == "npu" else [*words, *ANYWHERE])
     device.assume(found if found.type == "npu" else CARD)
     plugins.manager().register(Measurable())
-    arguments = run.current().arguments
-    assert arguments is not None
-    return arguments
+    now = run.current()
+    assert now.arguments is not None
+    refuse_unknown(now.arguments)
+    plugins.manager().hook.ascend_arguments(run=now, arguments=now.arguments)
+    return now.arguments
 
 
 def build(arguments: run.Arguments, tokenizer: Any) -> Any:
@@ -56,8 +57,12 @@ def build(arguments: run.Arguments, tokenizer: Any) -> Any:
     model_args = arguments.model
     model_args.train_from_scratch = True  # from its config alone
     model_args.adapter_name_or_path = None
+    now, hook = run.current(), plugins.manager().hook
+    hook.ascend_before_model(run=now, arguments=arguments)
+    load = inspect.unwrap(loader.load_model)  # the hooks around it may compute with real tensors
     with torch.device("meta"):
-        model = loader.load_model(tokenizer, model_args, arguments.finetuning, is_trainable=True)
+        model = load(tokenizer, model_args, arguments.finetuning, is_trainable=True)
+    hook.ascend_after_model(run=now, model=model)
     training = arguments.training
     if training.gradient_checkpointing:  # as the Trainer does when the training begins
         model.gradient_checkpointing_enable(
@@ -71,11 +76,13 @@ def plan(arguments: run.Arguments, model: Any, rows: Any, cards: int) -> Any:
     import torch
     from transformers import Trainer
 
+    from llamafactory_ascend.features import kernels
     from llamafactory_ascend.memory.step import Plan
 
     training, tokens = arguments.training, arguments.data.cutoff_len
     kind, options = Trainer.get_optimizer_cls_and_kwargs(training, model)
     mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    chosen = kernels.plan()
     evaluates = training.eval_strategy != "no" or training.do_eval
     policy = sharding(training, mixed, model) if cards > 1 else None
     return Plan(
@@ -87,6 +94,7 @@ def plan(arguments: run.Arguments, model: Any, rows: Any, cards: int) -> Any:
         max_grad_norm=training.max_grad_norm,
         cards=cards,
         policy=policy,
+        switches=list(chosen.done.switches.values()) if chosen else [],
     )
 
 
@@ -100,7 +108,6 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
         AscendError: what shards is no FSDP2.
     """
     import torch
-    from transformers.integrations.fsdp import is_fsdp_enabled
 
     from llamafactory_ascend.features.sharding import uses_fsdp
     from llamafactory_ascend.memory.fsdp2 import Policy
@@ -115,9 +122,17 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
         stored=torch.float32 if mixed else None,
         computed=mixed,
         reshard=bool(config.get("reshard_after_forward", True)),
-        # Without the variables of `accelerate launch`, the host loads the model onto each card first.
-        whole=0 if is_fsdp_enabled() else sum(x.nbytes for x in model.parameters()),
+        whole=0 if stays_off_the_card(config) else sum(x.nbytes for x in model.parameters()),
     )
+
+
+def stays_off_the_card(config: dict[str, Any]) -> bool:
+    """True where Transformers hears of FSDP before it loads a model, and leaves it in host memory.
+
+    A recipe alone sets the variable only when the Trainer makes its Accelerator; `accelerate launch` sets it.
+    """
+    early = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return early and str(config.get("cpu_ram_efficient_loading", True)).lower() == "true"
 
 
 # What the recipe may ask for that changes memory in a way nobody has put down here.
@@ -179,7 +194,6 @@ def estimate(options: dict[str, Any], words: list[str]) -> dict[str, Any]:
     from llamafactory_ascend.memory import fitting, step
 
     arguments = read(words)
-    refuse_unknown(arguments)
     card, training, tokens = device.decide(), arguments.training, arguments.data.cutoff_len
     cards = options["cards"] or ranks(card)
     images = int(has_pictures(arguments)) if options["images"] is None else options["images"]

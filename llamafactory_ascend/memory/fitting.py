@@ -47,7 +47,7 @@ def what_fits(
         tokens: length of the rows of the plan's batch.
         rows: of the plan's batch.
     """
-    plan = replace(plan, eval_batch=None)
+    plan = replace(plan, eval_batch=None, switches=())
     costs: Costs = {}
 
     def size(rows: int, tokens: int, cards: int = plan.cards) -> int:
@@ -66,7 +66,7 @@ def largest(size: Callable[[int], int], budget: int, first: int, limit: int) -> 
     """Return about the largest number from 1 to `limit` whose size is within the budget, 0 if there is none.
 
     Sizes grow with the number. The search follows the line through what is known, so that few sizes are
-    enough where they grow evenly, and halves in turn, so that few are enough where they do not.
+    enough where they grow evenly, and parts the rest in turn, so that few are enough where they do not.
     """
     known: dict[int, int] = {}
     number = min(first, limit)
@@ -76,21 +76,19 @@ def largest(size: Callable[[int], int], budget: int, first: int, limit: int) -> 
         high = min((n for n, bytes_ in known.items() if bytes_ > budget), default=limit + 1)
         if high - low <= max(1, int(low * CLOSE)):
             break
-        halve = attempt % 2 and high <= limit
-        number = (
-            (low + high) // 2 if halve else min(max(_on_the_line(known, budget, limit), low + 1), high - 1)
-        )
+        middle = attempt % 2 and low and high <= limit
+        guess = int((low * high) ** 0.5) if middle else _on_the_line(known, budget, low, high, limit)
+        number = min(max(guess, low + 1), high - 1)
     return max((n for n, bytes_ in known.items() if bytes_ <= budget), default=0)
 
 
-def _on_the_line(known: dict[int, int], budget: int, limit: int) -> int:
+def _on_the_line(known: dict[int, int], budget: int, low: int, high: int, limit: int) -> int:
     """Return where the line through the two sizes next to the budget meets it."""
     if len(known) == 1:
-        ((number, size),) = known.items()
-        return number * 2 if size <= budget else number // 2
-    (a, size_a), (b, size_b) = sorted(known.items(), key=lambda pair: abs(pair[1] - budget))[:2]
-    slope = (size_b - size_a) / (b - a)
-    return min(limit, int(a + (budget - size_a) / slope)) if slope > 0 else limit
+        return low * 2 or high // 2
+    a, b = (low, high) if low and high in known else sorted(known)[:2] if not low else sorted(known)[-2:]
+    slope = (known[b] - known[a]) / (b - a)
+    return min(limit, int(a + (budget - known[a]) / slope)) if slope > 0 else limit
 
 
 def fewest_cards(size: Callable[[int], int], budget: int, shared: bool) -> int | None:

@@ -1,6 +1,6 @@
 """One training step and one evaluation of a model without weights, phase by phase."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from llamafactory_ascend.features import checkpointing
 from llamafactory_ascend.kernels.gated_delta_rule.chunk import chunk_masks
+from llamafactory_ascend.kernels.switch import Switch
 from llamafactory_ascend.memory import autocast, fakes, ledger, operators
 from llamafactory_ascend.memory.fsdp2 import FullyShard, Policy
 from llamafactory_ascend.memory.ledger import Bytes, Ledger
@@ -33,6 +34,7 @@ class Plan:
         max_grad_norm: gradients are clipped to it; 0: not.
         cards: ranks.
         policy: how FSDP2 shards; None: DDP on several cards.
+        switches: of kernels that are compared with the old code when they are first called.
     """
 
     batch: Batch
@@ -43,6 +45,7 @@ class Plan:
     max_grad_norm: float = 1.0
     cards: int = 1
     policy: Policy | None = None
+    switches: Sequence[Switch] = ()
 
 
 def measure(model: nn.Module, plan: Plan, costs: Costs | None = None) -> dict[str, Bytes]:
@@ -88,7 +91,10 @@ class _Step:
                 if parameter.requires_grad:
                     hook: Any = parameter.register_post_accumulate_grad_hook
                     hook(self._label_gradient)
-            for _ in range(2):  # the second step has the optimizer's states from the beginning
+            for switch in plan.switches:
+                switch.armed = True
+            for first in (True, False):  # the second step has the optimizer's states from the beginning
+                self.repeats.probing = first and bool(plan.switches)
                 for micro_batch in inputs:
                     self._micro_batch(micro_batch)
                 with book.during("optimizer", ledger.OPTIMIZER):

@@ -163,7 +163,7 @@ def test_a_budget_that_a_step_does_not_fit_into_is_said(peaks: tuple[int, int]) 
     training.step(512)
     assert training.kept == 0
     (finding,) = training.run.findings
-    assert "is too small for a step even with every layer recomputed" in finding.message
+    assert finding.message.endswith("MiB although every layer is recomputed")
     assert training.run.decisions["checkpointing"].choice == checkpointing.OURS
 
 
@@ -192,8 +192,7 @@ def test_two_ranks_keep_as_many_as_the_one_with_the_longer_batches(tmp_path: Pat
         for rank in (0, 1)
     ]
     shorter, longer = (json.loads(rank.communicate(timeout=240)[0].splitlines()[-1]) for rank in ranks)
-    assert longer["kept"][0] == 0 < longer["kept"][1] < 8
-    assert shorter["kept"][:2] == longer["kept"][:2]
-    assert shorter["kept"][2] == 0  # its batch is longer than any before
-    assert longer["kept"][2] > 0
+    assert shorter["kept"] == longer["kept"]
+    assert 0 < shorter["kept"][1] < 8  # in the first it has nothing measured, in the last nothing as long
+    assert shorter["kept"][::2] == [0, 0]
     assert max(shorter["peak"], longer["peak"]) <= 7 * MIB
