@@ -7,15 +7,17 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 CACHE = TESTS.parent / ".test_cache"
 
+from tests.running import STARTUP, Train  # noqa: E402
 from tests.sim_npu.available import unavailable_reason  # noqa: E402
 
 SIMULATOR_MISSING = unavailable_reason()
 collect_ignore_glob = ["test_sim_npu_*"] if SIMULATOR_MISSING else []
+paths = [str(STARTUP), os.environ.get("PYTHONPATH", "")]
 if not SIMULATOR_MISSING:
     # Before torch is imported anywhere: it loads the simulated NPU from this path, here and in every child.
     sys.path.insert(0, str(TESTS / "sim_npu"))
-    paths = [str(TESTS / "sim_npu"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    paths.insert(0, str(TESTS / "sim_npu"))
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 os.environ.setdefault("SIM_NPU_CACHE", str(CACHE / "sim_npu"))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,7 +27,6 @@ for name in ("LLAMAFACTORY_ASCEND", "LLAMAFACTORY_ASCEND_PLUGINS", "LLAMAFACTORY
 import pytest  # noqa: E402
 
 from tests import assets as assets_package  # noqa: E402
-from tests.running import Train  # noqa: E402
 
 
 def pytest_report_header() -> str:

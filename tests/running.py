@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 BIN = Path(sys.executable).parent
+STARTUP = Path(__file__).parent / "startup"  # what it does for every process is said in it
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,15 @@ def environment(ranks: int = 1, npu: bool = True, plugin: bool = True) -> dict[s
     }
     env["LLAMAFACTORY_ASCEND"] = "1" if plugin else "0"
     if not npu:
-        env["PYTHONPATH"] = ""
+        env["PYTHONPATH"] = str(STARTUP)
     if ranks > 1:
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
     return env
+
+
+def torchrun(ranks: int) -> list[str]:
+    """What the host's launcher starts for a ``train``, without the launcher, which imports the host too."""
+    from llamafactory import launcher
+
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*words, str(launcher.__file__)]

@@ -92,10 +92,18 @@ def test_example_settings_are_valid(page: str) -> None:
         assert settings.read(recipe["ascend"], page).asked_for("checkpointing")
 
 
+def anchors(page: str) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", text(page).lower(), re.M)
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)]+)\)", text(page))
-    assert targets and all((ROOT / target).exists() for target in targets)
+    targets = [target.partition("#") for target in re.findall(r"\]\(([^)]+)\)", text(page))]
+    assert targets and all((ROOT / path).exists() for path, *_ in targets)
+    for path, _, anchor in targets:
+        assert not anchor or anchor in anchors(path)
 
 
 @pytest.mark.parametrize("page", PAGES)

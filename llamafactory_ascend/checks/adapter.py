@@ -1,5 +1,6 @@
 """Is an adapter on disk whole? Judged from its files alone, no model has to be loaded."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -82,8 +83,7 @@ def check(folder: Path, expected: Mapping[str, Shape] | None = None, trained: bo
             error, key = orthogonality(file, config)
             if not error <= ORTHOGONAL:
                 warnings.append(not_orthogonal(error, key))
-    size = file.stat().st_size if file.is_file() else 0
-    digest = sha256(file) if size else ""
+    size, digest = _identity(file)
     return AdapterCheck(
         str(folder), not problems, tuple(problems), tuple(warnings), len(header), size, digest, error
     )
@@ -115,6 +115,14 @@ def sha256(file: Path) -> str:
     """Return the hex digest of a file's bytes."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _identity(file: Path) -> tuple[int, str]:
+    """Return a file's size and hash, (0, "") where it is empty, missing or not to be read."""
+    with contextlib.suppress(OSError):
+        if size := file.stat().st_size:
+            return size, sha256(file)
+    return 0, ""
 
 
 def _read_config(file: Path, problems: list[str]) -> dict[str, Any]:
@@ -152,7 +160,7 @@ def _structure_problems(
     if not modules and kind in ("LORA", "OFT"):
         return [f"no {kind} tensor among {len(found)}"]
     faults = list(shapes_of.module_faults(modules, config))
-    folder = Path(config.get("base_model_name_or_path") or "")
+    folder = Path(str(config.get("base_model_name_or_path") or ""))
     base = _base_headers(folder)
     if base:
         faults += shapes_of.base_faults(modules, config, base)
@@ -214,7 +222,7 @@ def _value_problems(file: Path, trained: bool) -> tuple[list[str], list[str]]:
                     starts.append(key)
                     if not bool(tensor.any()):
                         zero.append(key)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         return [f"{file} cannot be read: {error}"], []
     problems = []
     if broken:

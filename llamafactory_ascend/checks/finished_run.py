@@ -3,6 +3,7 @@
 Judged from files alone. The report says most; a run without the plugin has the host's files only.
 """
 
+import contextlib
 import datetime
 import re
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from llamafactory_ascend.run import Finding
 TRAINED = "train_results.json"  # the host writes it after it has saved the model
 RESULTS = (TRAINED, "eval_results.json", "predict_results.json")
 INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 SHARDED = ("pytorch_model_fsdp_*", "optimizer_*", "global_step*")  # FSDP's and DeepSpeed's own checkpoints
 STALE = 1800.0  # seconds without a sign of life after which a run that nobody can vouch for counts as dead
 
@@ -187,9 +188,7 @@ def _judge_steps(found: RunCheck, history: History) -> None:
         )
 
 
-def _judge_end(
-    found: RunCheck, report: Report | None, folder: Path, here: lock.Owner, now: float
-) -> None:
+def _judge_end(found: RunCheck, report: Report | None, folder: Path, here: lock.Owner, now: float) -> None:
     """Say how a run ended that is not done, or that nobody has said it."""
     if report and report.state != "unfinished":
         found.problems.append(f"{report.state}: {report.explanation}")
@@ -215,7 +214,10 @@ def _last_sign(folder: Path, now: float) -> tuple[float, str]:
     """Return how many seconds ago a run last wrote, and the file."""
     names = [files.NAME, run_history.LOG, run_history.STATE, lock.NAME]
     names += [path.name for path in run_history.checkpoints(folder)[-1:]]
-    times = {name: (folder / name).stat().st_mtime for name in names if (folder / name).exists()}
+    times = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # a run that goes on removes its checkpoints
+            times[name] = (folder / name).stat().st_mtime
     last = max(times, key=lambda name: times[name])  # there is one, or there would be no run
     return max(0.0, now - times[last]), last
 
@@ -232,7 +234,7 @@ def _judge_product(found: RunCheck, folder: Path, report: Report | None) -> None
         if saved and verdict.sha256 and saved != verdict.sha256:
             found.warnings.append(f"{adapter.WEIGHTS} is not the file that this run saved (sha256 {saved})")
     elif _has_weights(folder):
-        found.problems += model_files.problems(folder) + _weights_problems(folder)
+        found.problems += model_files.problems(folder) or _weights_problems(folder)
     else:
         last = f"; {found.checkpoint} may hold one" if found.checkpoint else ""
         found.problems.append(
@@ -258,8 +260,8 @@ def _weights_problems(folder: Path) -> list[str]:
     missing = [name for name in promised if name not in tensors]
     if missing:
         return [f"{len(missing)} of the {len(promised)} tensors in {INDEX} are missing, e.g. {missing[0]}"]
-    if not promised and (shard := next(filter(None, map(SHARD.fullmatch, _names(folder))), None)):
-        return [f"{path} is missing, without which {shard[0]} and the other {int(shard[1])} cannot be loaded"]
+    if not promised and (shard := next(filter(SHARD.fullmatch, _names(folder)), None)):
+        return [f"{path} is missing, without which {shard} and its like cannot be loaded"]
     return [] if tensors else [f"model*.safetensors in {folder} hold no tensor"]
 
 
@@ -296,6 +298,9 @@ def _judge_lock(
     if owner is None:
         return
     alive, path = lock.is_alive(owner, here), folder / lock.NAME
+    its_own = not finished
+    if report and owner.run:  # plain torchrun names none
+        its_own = document.has_launcher({"run": report.run}, owner.run)
     if alive is None:
         found.warnings.append(
             f"{path} is held, or was left behind, by {lock.who(owner)}; whether that lives cannot be judged "
@@ -303,5 +308,5 @@ def _judge_lock(
         )
     elif not alive:
         found.warnings.append(f"{path} was left behind by {lock.who(owner)}: the next launch takes it over")
-    elif finished or (report and not document.has_launcher({"run": report.run}, owner.run)):
+    elif not its_own:
         found.warnings.append(f"another run is in {folder}: {lock.who(owner)}")

@@ -41,7 +41,7 @@ def recipe(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
-    """Judge a recipe as rank 0 of a training would, up to the moment before the model is loaded.
+    """Judge a recipe as rank 0 of all ranks that would be started, up to the loading of the model.
 
     Nothing is written, no weights are read; the device is opened, as every training does first.
     """

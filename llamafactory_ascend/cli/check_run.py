@@ -1,6 +1,7 @@
 """``llamafactory-ascend check run``: did a run come to its end, and is what it left whole?"""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ Examples:
 
   llamafactory-ascend check run saves/qwen --json | jq -r '.problems[]'
 
-Exit codes: 0 done and whole, 1 not: unfinished, failed or broken, 2 no such folder, or no run in it.
+Exit codes: 0 done and whole, 1 not: unfinished, failed or broken, 2 no folder of a run.
 """
 
 
@@ -36,6 +37,8 @@ def run(
     from llamafactory_ascend.checks import finished_run
     from llamafactory_ascend.launching import lock
 
+    if not os.access(folder, os.X_OK):
+        raise typer.BadParameter(f"the files in {folder} may not be read", param_hint="DIR")
     if finished_run.is_checkpoint(folder):
         what = f"{folder} is a checkpoint; the run is {folder.resolve().parent}"
         raise typer.BadParameter(what, param_hint="DIR")

@@ -31,6 +31,18 @@ def local_ranks(environment: Mapping[str, str]) -> int:
     return number(environment.get("LOCAL_WORLD_SIZE", ""))
 
 
+def launched_ranks(devices: int, environment: Mapping[str, str]) -> int:
+    """Return how many ranks torchrun would have on all nodes together, as the host's launcher starts it.
+
+    Args:
+        devices: visible here; so many ranks has a node unless NPROC_PER_NODE says otherwise.
+    """
+    asked = environment.get("NPROC_PER_NODE", "")
+    names = ("NNODES", "MAX_NNODES") if "RDZV_ID" in environment else ("NNODES",)
+    nodes = max(number(environment.get(name, "")) for name in names)
+    return nodes * (number(asked) if asked.isdecimal() else max(1, devices))
+
+
 def judge_presence(setting: str, installed: bool, found: "Device", use_cpu: bool) -> list[Finding]:
     """Refuse a run that would not be on the device it was written for.
 

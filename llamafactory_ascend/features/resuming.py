@@ -44,7 +44,7 @@ def checkpoint(training: Any) -> Path | None:
 def complete_ones(folder: Path) -> Iterator[Path]:
     """Yield the checkpoints beside ``folder`` that were saved to their end, the latest first."""
     found = [path for path in folder.parent.glob("checkpoint-*") if not flaw_of_state(path)]
-    numbered = [path for path in found if path.name.removeprefix("checkpoint-").isdigit()]
+    numbered = [path for path in found if path.name.removeprefix("checkpoint-").isdecimal()]
     yield from sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
@@ -60,7 +60,7 @@ def flaw_of_state(folder: Path) -> str:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"has no {STATE}: the run was killed while it was saved"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"has a {STATE} that cannot be read: {error}"
     return "" if isinstance(found, dict) else f"has a {STATE} that holds no mapping"
 

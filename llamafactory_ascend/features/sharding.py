@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "FSDP_STATE_DICT_TYPE"
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 TYPES = (FULL, "LOCAL_STATE_DICT", SHARDED)  # in the order of accelerate's numbers, from 1
+ENABLED = "ACCELERATE_USE_FSDP"  # what Transformers reads while it loads a model
 
 
 def is_adapter(arguments: "Arguments") -> bool:
@@ -33,7 +34,7 @@ def is_adapter(arguments: "Arguments") -> bool:
 
 def uses_fsdp(training: Any) -> bool:
     """True where the recipe asks for FSDP, or `accelerate launch` does."""
-    return bool(training.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return bool(training.fsdp) or os.environ.get(ENABLED, "").lower() == "true"
 
 
 def chosen_type(config: dict[str, Any]) -> tuple[str, str]:
@@ -126,6 +127,23 @@ def decide_products(run: "Run", arguments: "Arguments", kind: str) -> bool:
     return True
 
 
+def decide_loading(run: "Run", arguments: "Arguments") -> None:
+    """Let rank 0 of each machine alone read the weights, on its CPU, as `accelerate launch` does.
+
+    `cpu_ram_efficient_loading` does nothing in a recipe alone: Transformers looks for a variable that
+    accelerate sets when the Trainer is made, and until then every card holds the whole model.
+    """
+    plugin, finetuning = arguments.training.fsdp_plugin_args or {}, arguments.finetuning
+    if not plugin.get("cpu_ram_efficient_loading"):
+        return
+    if finetuning.stage not in ("sft", "pt") or finetuning.use_asft_loss:
+        reason = "reference models and value heads are not handed out by rank 0"
+        run.decide("fsdp loading", "the whole model on every card first", reason)
+        return
+    os.environ[ENABLED] = "true"
+    run.decide("fsdp loading", "by rank 0 of each machine, on its CPU", "`cpu_ram_efficient_loading: true`")
+
+
 def ignored_reason(arguments: "Arguments", device_type: str) -> str:
     """Return why accelerate will ignore FSDP without a word, "" where it will not."""
     if arguments.training.use_cpu:
@@ -149,6 +167,7 @@ def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
     kind = decide_state_type(run, arguments)
     if training.fsdp_plugin_args is not None:
         training.fsdp_plugin_args["state_dict_type"] = kind
+    decide_loading(run, arguments)
     run.facts["sharding"] = {"whole_model": decide_products(run, arguments, kind)}
 
 

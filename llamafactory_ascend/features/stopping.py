@@ -57,7 +57,7 @@ def is_ppo(run: "Run") -> bool:
     return run.arguments is not None and run.arguments.finetuning.stage == "ppo"
 
 
-@hookimpl
+@hookimpl(tryfirst=True)  # the others may look at data for long
 def ascend_arguments(run: "Run", arguments: "Arguments") -> None:
     signals.requests.listen()
 
@@ -81,4 +81,4 @@ def ascend_saved(run: "Run", trainer: "Trainer") -> None:
         where = trainer.args.output_dir
         name = signal.Signals(signum).name
         raise signals.stop(signum, f"{name}: stopped once the model was saved in {where}")
-    signals.requests.let_go()
+    signals.requests.listen()

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.features import devices
 from llamafactory_ascend.host.probe import Log
 from llamafactory_ascend.launching import lock
 
@@ -22,7 +23,7 @@ ONE_RANK = {
 
 
 def preflight(log: Log, words: list[str]) -> None:
-    """Parse the recipe as rank 0 would, run every hook that comes before the model, record what they say."""
+    """Parse the recipe as rank 0 of all ranks, run every hook before the model, record what they say."""
     from llamafactory_ascend import run
 
     now = run.current()
@@ -52,24 +53,32 @@ def parse(words: list[str]) -> None:
     launching.check(words)  # what the launcher refuses before it starts a rank
     arguments.fill_environment("train")
     platform.before_launch()
-    if _needs_ranks():
-        os.environ |= ONE_RANK
+    ranks = _ranks()
+    if ranks:
+        os.environ |= {**ONE_RANK, "WORLD_SIZE": str(ranks)}
     args = parser.read_args(None)
     args = platform.before_parsing(args, arguments.take_settings(args)[1])
+    if ranks:
+        os.environ |= ONE_RANK  # a process group of all would wait for the others
     now = run.current()
     now.arguments = run.Arguments(*inspect.unwrap(parser.get_train_args)(args))
+    if ranks:
+        now.arguments.training.distributed_state.num_processes = ranks  # TrainingArguments.world_size
     try:
         lock.look(Path(now.arguments.training.output_dir), lock.this_process("", ""))
     except AscendError as error:
         now.record(run.Finding("error", "output_dir", str(error)))
 
 
-def _needs_ranks() -> bool:
-    """Say whether the host's launcher would start torchrun, which is what FSDP asks for."""
+def _ranks() -> int:
+    """Return how many ranks the host's launcher would have torchrun start, 0 if it would not start it."""
     from llamafactory.extras import misc
 
+    visible = misc.get_device_count()
     forced = misc.is_env_enabled("FORCE_TORCHRUN") or misc.is_env_enabled("USE_MCA")
-    return bool(forced or (misc.get_device_count() > 1 and not misc.use_ray() and not misc.use_kt()))
+    if forced or (visible > 1 and not misc.use_ray() and not misc.use_kt()):
+        return devices.launched_ranks(visible, os.environ)
+    return 0
 
 
 def _judge() -> None:

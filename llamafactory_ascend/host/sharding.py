@@ -223,26 +223,6 @@ def load_optimizer(
     return None
 
 
-def load_full_state(
-    original: Callable[..., Any], accelerator: Any, model: Any, full_sd: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Put freshly sharded weights where FSDP2's CPU offload wants them, before they become parameters."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if not isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-        return original(accelerator, model, full_sd, *args, **kwargs)
-    load = model.load_state_dict
-
-    def load_on_cpu(state: Any, *args: Any, **kwargs: Any) -> Any:
-        return load({name: tensor.to("cpu") for name, tensor in state.items()}, *args, **kwargs)
-
-    model.load_state_dict = load_on_cpu  # of this object, and for the one call that accelerate makes
-    try:
-        return original(accelerator, model, full_sd, *args, **kwargs)
-    finally:
-        del model.load_state_dict
-
-
 PATCHES = [
     Patch(
         id="fsdp.process_group",
@@ -316,15 +296,5 @@ PATCHES = [
             "cccfdd7961f2": "accelerate 1.13.0 and 1.14.0",
             "686245893cc0": "accelerate 1.15.0",
         },
-    ),
-    Patch(
-        id="fsdp.load_offloaded",
-        targets=(Target(UTILS, "fsdp2_load_full_state_dict"),),
-        around=load_full_state,
-        parameters=("accelerator", "model", "full_sd", ANYTHING),
-        why="With cpu_ram_efficient_loading, offloaded weights stay on the device; FSDP2 refuses to start.",
-        remove_when="accelerate 1.13.0 is the oldest version in use",
-        tested={"3359aa39b6b5": "accelerate 1.11.0", "9095d0c405b5": "accelerate 1.12.0"},
-        fixed={"f9f3d6b0c197": "accelerate 1.13.0", "0831ed678384": "accelerate 1.14.0"},
     ),
 ]

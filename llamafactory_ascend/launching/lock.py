@@ -232,7 +232,7 @@ def _owner(handle: int) -> Owner | None:
     try:
         found: Any = json.loads(os.pread(handle, 1 << 16, 0))
         return Owner(**found)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

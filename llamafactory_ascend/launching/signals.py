@@ -62,23 +62,22 @@ class Requests:
         self.forks = False  # are looked at
 
     def listen(self) -> None:
-        """Hear SIGTERM from now on; SIGINT stays as it is until a training holds it back."""
-        self._handle(signal.SIGTERM)
+        """Stop at once from now on."""
+        self.holding = False
+        self._hear()
 
     def hold(self) -> None:
-        """Keep signals from now on; what somebody has chosen to ignore (nohup, a shell's `&`) stays so."""
+        """Keep signals from now on."""
         self.holding = True
         if not self.forks:
             self.forks = True
             os.register_at_fork(after_in_child=self._leave_group)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Handle what ends a process; what somebody has chosen to ignore (nohup, a shell's `&`) stays so."""
         for signum in STOPPING:
             self._handle(signum)
-
-    def let_go(self) -> None:
-        """Stop at once from now on."""
-        self.holding = False
-        for signum in (signal.SIGINT, signal.SIGHUP):
-            self._restore(signum)
 
     def end(self) -> None:
         """Forget everything; signals mean again what they meant before."""

@@ -97,11 +97,13 @@ class FullyShard(Sharding):
         return [*self._groups.values(), self._root]
 
     def load(self) -> None:
-        """Charge this card's shares; each weight has been whole on the card when it was cut."""
+        """Charge this card's shares, which were cut in the dtype of the weights, each whole for a while."""
         self._shares: list[Any] = []
         whole = Hold(self.ledger, block(WEIGHTS, self.policy.whole))
+        shares = [share(x, self.cards) * x.dtype.itemsize for x in self.model.parameters()]
+        largest = max(x.numel() * x.dtype.itemsize for x in self.model.parameters())
+        self.ledger.spike(blocks(WEIGHTS, shares) + block(COLLECTIVES, largest))
         for parameter in self.model.parameters():
-            self.ledger.spike(block(COLLECTIVES, parameter.numel() * parameter.dtype.itemsize))
             self.ledger.ignore(parameter)
             numbers = share(parameter, self.cards)
             dtype = self.policy.stored or parameter.dtype

@@ -113,14 +113,23 @@ def lost_first(report: Mapping[str, Any]) -> list[int]:
     failures, launcher = report["failures"], report["launcher"]
     if not launcher or launcher["exit_code"] is None:
         return []
-    follows = not failures or PEER_GONE.search(f"{failures[0]['type']}: {failures[0]['message']}")
-    return list(launcher["unfinished_ranks"]) if follows else []
+    return list(launcher["unfinished_ranks"]) if not failures or speaks_of_peer(failures[0]) else []
+
+
+def speaks_of_peer(failure: Mapping[str, Any]) -> bool:
+    """True for a failure that follows from another rank's."""
+    return bool(PEER_GONE.search(f"{failure['type']}: {failure['message']}"))
 
 
 def was_stopped(report: Mapping[str, Any]) -> bool:
-    """True where every rank that ended early did so for a signal, at a place of its own, and none is lost."""
+    """True where a signal has ended the first rank, at a place of its own, then the others, and none is lost.
+
+    What the others say is the same, or that it has gone: loading and a full-size step are not waited for.
+    """
     failures, launcher = report["failures"], report["launcher"]
-    if not failures or not all(failure["stopped"] for failure in failures):
+    if not failures or not failures[0]["stopped"]:
+        return False
+    if not all(failure["stopped"] or speaks_of_peer(failure) for failure in failures):
         return False
     # A torchrun that was killed takes the code of its signal, below 0; its ranks are stopped in its place.
     return not launcher or not (launcher["unfinished_ranks"] or (launcher["exit_code"] or 0) < 0)

@@ -77,7 +77,7 @@ def read(path: Path) -> Report:
     """Return the report at ``path``, {} where there is none or it is not one."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -135,7 +135,7 @@ def _read_for_change(path: Path) -> Report:
         except OSError as error:
             if error.errno != errno.ESTALE or attempt == 2:  # NFS: another node has replaced the file
                 raise
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
             break
     if isinstance(found, dict):

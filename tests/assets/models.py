@@ -5,6 +5,7 @@
 | qwen3, qwen3b | dense text, 4 and 8 layers | 0.2 M, 8.2 M |
 | qwen2 | dense text of the older family, 4 layers | 0.2 M |
 | qwen3_5 | DeltaNet / attention hybrid, 4 layers, vision tower of 2 blocks | 0.5 M |
+| qwen3_5_bf16 | the same in bfloat16 | 0.5 M |
 | qwen3_5_8l | the hybrid as a text-only `Qwen3_5ForCausalLM`, 8 layers | 0.5 M |
 | qwen3_5_big | the hybrid with 16 layers and 6 vision blocks, bfloat16 | 15 M |
 | qwen3_5_moe | the hybrid with 4 experts, 2 used for each token | 0.5 M |
@@ -116,6 +117,10 @@ def make_qwen3_5() -> PreTrainedModel:
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
+def make_qwen3_5_bf16() -> PreTrainedModel:
+    return make_qwen3_5().bfloat16()
+
+
 def make_qwen3_5_8l() -> PreTrainedModel:
     config = transformers.Qwen3_5TextConfig(**TOKENS, **{**HYBRID, "num_hidden_layers": 8})
     return transformers.Qwen3_5ForCausalLM(config)
@@ -181,6 +186,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_big": make_qwen3_5_big,
     "vlm": make_vlm,
     "qwen2": make_qwen2,
+    "qwen3_5_bf16": make_qwen3_5_bf16,
     "qwen3_5_8l": make_qwen3_5_8l,
     "qwen3_5_moe": make_qwen3_5_moe,
 }
@@ -189,6 +195,7 @@ ONE_STREAM = ("qwen3", "qwen3b", "qwen3_5", "qwen25vl")
 # Image tokens at most. The text-only hybrid needs a processor too: the host's Qwen3.5 template asks for one.
 LARGEST_IMAGE = {
     "qwen3_5": 16,
+    "qwen3_5_bf16": 16,
     "qwen3_5_8l": 16,
     "qwen3_5_big": 16,
     "qwen3_5_moe": 16,

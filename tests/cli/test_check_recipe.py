@@ -27,11 +27,14 @@ def check(
 
 
 def test_sound_recipe_leaves_no_trace(train: Train) -> None:
-    code, found = check(train)
-    assert (code, found["findings"]) == (0, [])
-    assert "non-re-entrant" in next(
-        d["choice"] for d in found["decisions"] if d["subject"] == "checkpointing"
-    )
+    """Judged by all ranks, those of other nodes too, of which none is started."""
+    rows = {"eval_dataset": "tiny", "do_eval": True, "max_samples": 6, "per_device_eval_batch_size": 1}
+    code, found = check(train, ranks=2, env={"NNODES": "4"}, **rows)
+    (few,) = [finding for finding in found["findings"] if finding["subject"] == "evaluation"]
+    assert (code, few["level"]) == (1, "note")  # 1: it evaluates the rows it trains
+    assert few["message"].startswith("6 evaluation rows, 8 ranks, batches of 1: ")
+    decisions = {decision["subject"]: decision["choice"] for decision in found["decisions"]}
+    assert "non-re-entrant" in decisions["checkpointing"] and "ddp_timeout" in decisions
     assert not Path(train.recipe()["output_dir"]).exists()
 
 

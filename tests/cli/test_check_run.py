@@ -19,8 +19,8 @@ from llamafactory_ascend.report import files
 from tests.training import adapted, trainer
 
 REPORT: dict[str, Any] = {
-    "last_step": 4, "state": "completed", "explanation": "", "max_steps": 4, "launcher": None, "findings": [],
-    "ranks": [],
+    "schema": 2, "run": "a.0.1", "last_step": 4, "state": "completed", "explanation": "", "max_steps": 4,
+    "launcher": None, "findings": [], "ranks": [],
 }  # fmt: skip
 HOUR = 3600.0
 
@@ -108,16 +108,31 @@ def test_the_end_of_the_training_without_an_adapter(folder: Path) -> None:
 
 
 def test_full_weights_are_judged_by_their_headers(folder: Path) -> None:
-    weights = (folder / "adapter_model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weights = (folder / "adapter_model.safetensors").rename(folder / "model.safetensors")
     (folder / "adapter_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
     assert judged(folder)["problems"] == []
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "x"}}))
+    weights = weights.rename(folder / "model-00001-of-00002.safetensors")
+    index = folder / "model.safetensors.index.json"
     (problem,) = judged(folder)["problems"]
-    assert problem.startswith("1 of the 1 tensors in model.safetensors.index.json are missing")
-    weights.write_bytes(weights.read_bytes()[:-9])
-    (problem,) = judged(folder)["problems"]
-    assert "was cut off" in problem
+    assert problem == f"{index} is missing, without which {weights.name} and its like cannot be loaded"
+    for text, said in (
+        ({"weight_map": {"lm_head.weight": "x"}}, f"1 of the 1 tensors in {index.name} are missing"),
+        ({}, f"{index} cannot be read: `weight_map`: Field required"),
+    ):
+        index.write_text(json.dumps(text))
+        (problem,) = judged(folder)["problems"]
+        assert problem.startswith(said)
+    index.unlink()
+    weights = weights.rename(folder / "model.safetensors")
+    for data, said in (
+        (weights.read_bytes()[:-9], "was cut off"),
+        (b"\4\0\0\0\0\0\0\0null", "is not a safetensors file: its header is none"),
+        (b"\2\0\0\0\0\0\0\0{}", "hold no tensor"),
+    ):
+        weights.write_bytes(data)
+        (problem,) = judged(folder)["problems"]
+        assert str(folder) in problem and said in problem
 
 
 def test_fewer_steps_than_were_set_out_for(folder: Path) -> None:
@@ -202,12 +217,19 @@ def damage_adapter(last: Path) -> str:
     return "was cut off"
 
 
+def damage_weights(last: Path) -> str:
+    (last / "adapter_config.json").unlink()
+    file = (last / "adapter_model.safetensors").rename(last / "model.safetensors")
+    file.write_bytes(file.read_bytes()[:-9])
+    return "model.safetensors was cut off"
+
+
 def damage_state(last: Path) -> str:
     (last / run_history.STATE).unlink()
     return "has no trainer_state.json: the run was killed while it was saved"
 
 
-@pytest.mark.parametrize("damage", [damage_optimizer, damage_adapter, damage_state])
+@pytest.mark.parametrize("damage", [damage_optimizer, damage_adapter, damage_weights, damage_state])
 def test_the_last_checkpoint_is_all_there_or_the_one_before_is_named(
     folder: Path, damage: Callable[[Path], str]
 ) -> None:
@@ -238,6 +260,8 @@ def test_values_that_are_no_numbers(folder: Path) -> None:
     assert len(logged({"loss": nan, "grad_norm": nan})["problems"]) == 2
     assert logged({"loss": 0.0, "grad_norm": 0.1})["problems"] == []  # rounded
     assert logged({"loss": 0.0, "grad_norm": 0.0, "rewards/accuracies": 1.0})["problems"] == []
+    (problem,) = logged(good, {"eval_first_loss": nan})["problems"]  # one of several data sets
+    assert problem.startswith("eval_first_loss is not finite at 1 of 1 logged steps, first at step 2")
 
 
 def test_what_the_report_and_the_adapter_disagree_about(folder: Path) -> None:
@@ -248,10 +272,47 @@ def test_what_the_report_and_the_adapter_disagree_about(folder: Path) -> None:
     assert found["warnings"] == ["adapter_model.safetensors is not the file that this run saved (sha256 0)"]
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "\0", "[" * 10_000, '{"state": 1}'], ids=range(5))
+def test_a_file_that_is_not_what_it_should_be_is_said_and_nothing_raises(folder: Path, text: str) -> None:
+    (folder / files.NAME).write_text(text)
+    with (folder / run_history.LOG).open("ab") as file:
+        file.write(b"\xff" + text.encode() + b'\n{"current_steps": null, "epoch": 1}\n')
+    (folder / lock.NAME).write_text(text)
+    (folder / "checkpoint-\N{SUPERSCRIPT TWO}").mkdir()
+    found = judged(folder)
+    (warning,) = found["warnings"]
+    assert warning.startswith(f"{folder}/ascend_report.json cannot be read: ")
+    assert warning.endswith(": judged by the host's files alone") and found["problems"] == []
+    (folder / run_history.STATE).write_text(text)
+    (problem,) = judged(folder)["problems"]
+    assert problem.startswith(f"{folder}/trainer_state.json cannot be read: ")
+    assert problem.endswith(": what the training logged is lost")
+
+
+def test_a_report_of_a_newer_version(folder: Path) -> None:
+    report(folder, schema=99, more={})
+    (warning,) = judged(folder)["warnings"]
+    assert "has schema 99" in warning
+
+
+def test_another_run_in_a_folder_that_a_run_has_stopped_in(folder: Path) -> None:
+    report(folder, state="stopped", explanation="why")
+    hold(folder)  # of the run that the report is about: its launcher has not ended yet
+    assert judged(folder)["warnings"] == []
+    hold(folder, run="")  # of plain torchrun, which gives no name
+    assert judged(folder)["warnings"] == []
+    owner = hold(folder, run="b")
+    assert judged(folder)["warnings"] == [f"another run is in {folder}: {lock.who(owner)}"]
+
+
 def test_a_folder_without_a_run_is_wrong_usage(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check", "run", str(tmp_path)])
     assert done.exit_code == 2 and "holds nothing" in done.output
     assert CliRunner().invoke(app, ["check", "run", str(tmp_path / "none")]).exit_code == 2
+    (tmp_path / "checkpoint-4").mkdir()
+    done = CliRunner().invoke(app, ["check", "run", str(tmp_path / "checkpoint-4")])
+    assert done.exit_code == 2 and "is a checkpoint" in done.output
+    (tmp_path / "checkpoint-4").rmdir()
     (tmp_path / "eval_results.json").write_text("{}")  # an evaluation alone leaves no more than these
     batches, loss = (
         {"current_steps": 60, "total_steps": 64},

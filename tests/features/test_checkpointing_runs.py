@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import Result, Train
+from tests.running import Result, Train, torchrun
 
 LORA_A = "its lora_B is still zero, so its gradient is exactly zero"
 NO_IMAGE = "no image or video in the first step"
@@ -66,7 +66,8 @@ FSDP_RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FSDP_RUNS)
 def test_two_ranks_are_checkpointed_as_planned(train: Train, name: str) -> None:
-    result = train(ranks=2, max_steps=1, gradient_checkpointing=True, **FSDP_RUNS[name])
+    start = {"ranks": 2, "command": torchrun(2)}
+    result = train(**start, max_steps=1, gradient_checkpointing=True, **FSDP_RUNS[name])
     assert_proven(result, (0, 1), 8, {LORA_A: 4})
     assert [rank["rank"] for rank in result.report["ranks"]] == [0, 1]
 

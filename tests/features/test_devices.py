@@ -8,6 +8,7 @@ from llamafactory_ascend.features.devices import (
     judge_presence,
     judge_ranks,
     judge_visible,
+    launched_ranks,
     local_ranks,
 )
 
@@ -77,6 +78,21 @@ def test_more_ranks_than_cards() -> None:
 )
 def test_what_the_launcher_would_start(visible: int, environment: dict[str, str], levels: list[str]) -> None:
     assert [finding.level for finding in judge_launch(visible, environment)] == levels
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 8),
+        ({"NPROC_PER_NODE": "4"}, 4),
+        ({"NPROC_PER_NODE": "auto", "NNODES": "2"}, 16),
+        ({"NPROC_PER_NODE": "4", "NNODES": "2", "RANK": "0", "WORLD_SIZE": "1"}, 8),
+        ({"MAX_NNODES": "3"}, 8),
+        ({"MAX_NNODES": "3", "MIN_NNODES": "1", "RDZV_ID": "a"}, 24),
+    ],
+)
+def test_how_many_ranks_the_launcher_would_start(environment: dict[str, str], ranks: int) -> None:
+    assert launched_ranks(8, environment) == ranks
 
 
 def test_variables_of_torchrun_that_are_no_numbers() -> None:

@@ -18,7 +18,7 @@ from llamafactory_ascend.features import loss as feature
 from llamafactory_ascend.features.chunked_loss import ChunkedLoss, only_the_loss, unfit
 from llamafactory_ascend.run import Arguments, Run
 from llamafactory_ascend.settings import Settings
-from tests.running import Result, Train
+from tests.running import Result, Train, torchrun
 from tests.training import ATTENTION, IDS, load
 
 SMOOTHING = "label_smoothing_factor"
@@ -217,8 +217,9 @@ def runs(train_once: Train) -> dict[str, Result]:
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]},
         "gradient_accumulation_steps": 2,
     }
+    start = {"ranks": 2, "command": torchrun(2)}
     return {
-        loss: train_once(ranks=2, ascend={"kernels": "off", "loss": loss}, **RECIPE, **fsdp)
+        loss: train_once(**start, ascend={"kernels": "off", "loss": loss}, **RECIPE, **fsdp)
         for loss in ("off", "chunked")
     }
 

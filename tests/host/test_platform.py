@@ -1,5 +1,6 @@
 """Before the ranks start, and in each of them before the device is opened: the stock command."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def ascend_report_sections(run):
 def result(train_once: Train, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """One step on two ranks; connect and a variable that does not exist are set by the user."""
     site = write_plugin(tmp_path_factory.mktemp("site"), "witness", WITNESS)
-    paths = f"{Path(__file__).parent.parent / 'sim_npu'}:{site}"
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], str(site)])
     env = {"PYTHONPATH": paths, "HCCL_CONNECT_TIMEOUT": "600", "HCCL_OP_TIMEOUT": "3600"}
     workers = {"dataloader_num_workers": 1, "preprocessing_num_workers": 64}
     layers = {"gradient_checkpointing": True, "use_reentrant_gc": False}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fake_host import write_plugin
-from tests.running import Result, Train
+from tests.running import Result, Train, torchrun
 
 AUTO = {"kernels": "auto"}
 FSDP2 = {
@@ -82,9 +82,8 @@ def test_report(one: Result, stock: Result) -> None:
 @pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["ddp", "fsdp2"])
 def test_two_ranks(train: Train, sharding: dict[str, Any]) -> None:
     """Adapters everywhere, two micro-batches a step, every layer recomputed: twice the modules, and again."""
-    result = train(
-        ranks=2, ascend=AUTO, lora_target="all", gradient_accumulation_steps=2, max_steps=1, **sharding
-    )
+    adapters = {"lora_target": "all", "gradient_accumulation_steps": 2, **sharding}
+    result = train(ranks=2, command=torchrun(2), ascend=AUTO, max_steps=1, **adapters)
     for rank in (0, 1):
         counts = attested(result, rank)
         for operator in ("gated_delta_rule", "causal_conv1d", "rms_norm_gated", "swiglu"):
@@ -122,7 +121,8 @@ def test_what_one_rank_gives_up(train: Train, tmp_path: Path) -> None:
     folder = write_plugin(tmp_path / "plugin", "ranks", RANKS)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     evaluation = {"val_size": 2, "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 9}
-    result = train(ranks=2, env={"PYTHONPATH": path}, max_steps=1, **evaluation)
+    start = {"ranks": 2, "command": torchrun(2), "env": {"PYTHONPATH": path}}
+    result = train(**start, max_steps=1, **evaluation)
     for rank, entry in enumerate(result.report["ranks"]):
         (switch,) = [one for one in entry["kernels"]["switches"] if one["operator"] == "swiglu"]
         assert switch["backend"] == "torch_npu" and max(switch["probe"]["errors"].values()) < 1e-5

@@ -82,6 +82,14 @@ STOPS = [failure(rank, stopped=True, message="SIGTERM: stopped after step 3") fo
             "stopped",
             "SIGTERM: stopped after step 3",
         ),
+        (  # while it was loaded, in a collective
+            {
+                "failures": [STOPS[0], failure(0, type="RuntimeError", message="gloo: Connection closed")],
+                "launcher": {"exit_code": 1, "unfinished_ranks": []},
+            },
+            "stopped",
+            "SIGTERM: stopped after step 3",
+        ),
         (  # one was too slow
             {"failures": STOPS[:1], "launcher": {"exit_code": 1, "unfinished_ranks": [0]}},
             "failed",

@@ -44,7 +44,7 @@ def start(train: Train, tmp_path: Path) -> Callable[..., tuple[subprocess.Popen[
         )
         process = subprocess.Popen(
             [str(BIN / "llamafactory-cli"), "train", str(path)],
-            env={**environment(), **env, "SABOTAGE": "slow"},
+            env={**environment(), **env, "SABOTAGE": "slow", "USE_RAY": "0"},  # Ray is imported, not used
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -30,12 +30,13 @@ class Stress(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, run: "Run", trainer: "Trainer", cutoff_len: int) -> None:
         self.run, self.trainer, self.cutoff_len = run, trainer, cutoff_len
+        self.rows = 0  # of the batch that is being computed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             self.run.decide("stress", "not run", f"all {state.max_steps} steps are done")
             return
-        signals.requests.let_go()  # there is nothing to save yet, so that one stops at once
+        signals.requests.listen()  # there is nothing to save yet, so that one stops at once
         section = self.run.facts["stress"] = self.rehearse(args)
         signals.requests.hold()
         peak = section["peak_allocated"]
@@ -115,6 +116,7 @@ class Stress(TrainerCallback):  # type: ignore[misc]
         pad = getattr(trainer.processing_class, "pad_token_id", None) or 0
         if trainer.args.world_size == 1:  # several ranks repeat rows until each has a whole batch
             rows = min(rows, len(data))
+        self.rows = rows
         found = full_rows.fullest(data, rows, self.media(trainer))
         batches = []
         for _ in range(count):  # anew, because collators and losses take things out of what they are given
@@ -132,13 +134,14 @@ class Stress(TrainerCallback):  # type: ignore[misc]
         return True
 
     def evaluation_set(self, trainer: Any) -> Any:
-        """Return the evaluation data set, of several the one with the fullest row."""
+        """Return the evaluation data set, of several the one with the fullest row, and enough of them."""
         found, media = trainer.eval_dataset, self.media(trainer)
         if not isinstance(found, dict):
             return found
 
-        def fullness(rows: Any) -> int:
-            return full_rows.count_media(full_rows.fullest(rows, 1, media)[0], media)
+        def fullness(rows: Any) -> tuple[int, int]:
+            fullest = full_rows.fullest(rows, 1, media)[0]
+            return full_rows.count_media(fullest, media), min(len(rows), trainer.args.eval_batch_size)
 
         return max((rows for rows in found.values() if len(rows)), key=fullness)
 
@@ -153,7 +156,7 @@ class Stress(TrainerCallback):  # type: ignore[misc]
             if PEER_GONE.search(said):
                 return AscendError(what, "another rank has gone: see what it says")
             return AscendError(what, "LLAMAFACTORY_ASCEND_TRACE=1 shows the traceback")
-        evaluating, memory = phase == "evaluation", found["memory"] or {}
+        memory = found["memory"] or {}
         decision = self.run.decisions.get("checkpointing")
         shortage = Shortage(
             rank=log.rank(),
@@ -163,7 +166,7 @@ class Stress(TrainerCallback):  # type: ignore[misc]
             peak=memory.get("peak_allocated", 0),
             before=(before or {}).get("allocated", 0),
             total=device.decide(args.device.type).memory or 0,
-            rows=args.eval_batch_size if evaluating else args.train_batch_size,
+            rows=self.rows,
             cutoff_len=self.cutoff_len,
             checkpointed=decision is not None and decision.choice.startswith(OURS),
         )

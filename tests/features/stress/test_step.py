@@ -19,6 +19,7 @@ import torch
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import stress
 from llamafactory_ascend.features.stress import full_rows, snapshot
+from llamafactory_ascend.features.stress.callback import Stress
 from llamafactory_ascend.features.stress.refusal import Shortage, wanted
 from llamafactory_ascend.launching import signals
 from llamafactory_ascend.run import Arguments, Run
@@ -170,6 +171,16 @@ def test_what_follows_is_the_same_to_the_digit_resumed_or_not(assets: Path, tmp_
     over = run_of()
     prepared(assets, tmp_path / "stressed", over, **settings).train(resume_from_checkpoint=True)
     assert "stress" not in over.facts and over.decisions["stress"].choice == "not run"
+
+
+def test_of_several_evaluation_sets_one_has_enough_rows_for_a_batch(assets: Path, tmp_path: Path) -> None:
+    made = prepared(assets, tmp_path, per_device_eval_batch_size=4)
+    sets = {"few": made.eval_dataset[:1], "many": made.eval_dataset}
+    made.eval_dataset = sets
+    found = Stress(run_of(), made, 32)
+    assert found.evaluation_set(made) is sets["many"]
+    (batch,) = found.batches(made, sets["few"], 4, 1)
+    assert batch["input_ids"].shape == (1, 32) and found.rows == 1  # as a shortage says it
 
 
 def test_its_peak_is_that_of_a_batch_of_full_rows(assets: Path, tmp_path: Path) -> None:
