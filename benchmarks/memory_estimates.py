@@ -1,14 +1,16 @@
 """Estimates many recipes, each in a fork of one process that has imported everything: JSON lines in and out.
 
 A line in: `{"options": ..., "words": ..., "simulated": true}`, a line out: what `host/estimate.py` returns,
-or `{"error": ...}`. With `simulated`, the operators that an NPU has as one and the simulated NPU computes in
-parts are gone through in parts too, as their intermediate results are charged there.
+or `{"error": ...}`. With `simulated`, the backward of SiLU, which an NPU has as one operator and the
+simulated NPU computes in parts, is gone through in parts too, as intermediate results are charged there.
+Without it the run is one that was published, of stock: accelerate makes float32 of all shares of FSDP2.
 """
 
 import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +29,11 @@ def preload() -> None:
 
 
 def in_parts() -> None:
-    """Let fused operators be gone through as the simulated NPU computes them."""
+    """Let the backward of SiLU be gone through as the simulated NPU computes it."""
     import torch
-    import torch_npu.ops as simulated
 
-    from llamafactory_ascend.memory import operators
     from llamafactory_ascend.memory.ledger import Ledger
 
-    def function(forward: Any, backward: Any, setup: Any) -> Any:
-        class Operator(torch.autograd.Function):
-            @staticmethod
-            def forward(*args: Any) -> Any:
-                return forward(*args)
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                setup(ctx, inputs, output)
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                return backward(ctx, *grads)
-
-        return Operator.apply
-
-    norm = function(simulated._rms_norm_forward, simulated._rms_norm_backward, simulated._rms_norm_setup)
-    swiglu = function(simulated._swiglu_forward, simulated._swiglu_backward, simulated._swiglu_setup)
-    rotary = function(simulated._rotary_forward, simulated._rotary_backward, simulated._rotary_setup)
-    operators.OPERATORS.update(
-        npu_rms_norm=lambda x, gamma, epsilon=1e-6: norm(x, gamma, epsilon),
-        npu_swiglu=lambda x, dim=-1: swiglu(x, dim),
-        npu_rotary_mul=lambda x, cos, sin: rotary(x, cos, sin, "half"),
-    )
     dispatch, silu = Ledger.__torch_dispatch__, torch.ops.aten.silu_backward.default
 
     def dispatch_in_parts(book: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +45,26 @@ def in_parts() -> None:
     Ledger.__torch_dispatch__ = dispatch_in_parts  # type: ignore[method-assign]
 
 
+def as_stock_shards() -> None:
+    """Let FSDP2 keep frozen weights in float32, as it does without the plugin."""
+    import torch
+
+    from llamafactory_ascend.host import estimate
+
+    ours = estimate.sharding
+
+    def stock(training: Any, mixed: Any, model: Any) -> Any:
+        policy = ours(training, mixed, model)
+        return policy and replace(policy, stored=torch.float32 if mixed else None)
+
+    estimate.sharding = stock
+
+
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     from llamafactory_ascend.host import estimate
 
     try:
-        if job["simulated"]:
-            in_parts()
+        in_parts() if job["simulated"] else as_stock_shards()
         return estimate.estimate(job["options"], job["words"])
     except BaseException as error:  # SystemExit too: a refused recipe may end the process
         traceback.print_exc()

@@ -146,9 +146,28 @@ def test_rotary_mul(mode: str) -> None:
         torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode="quarter")
 
 
+def test_fused_operators_charge_what_goes_in_and_out_alone() -> None:
+    x = torch.randn(64, 512, device="npu", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.npu.memory_stats()["requested_bytes.all.current"]
+    torch.npu.reset_peak_memory_stats()
+    y = torch_npu.npu_swiglu(x)
+    y.backward(torch.ones_like(y))
+    # y and its gradient, and the gradient of x
+    assert torch.npu.memory_stats()["requested_bytes.all.peak"] - before == (2 * y.numel() + x.numel()) * 2
+
+
+def test_fused_operators_have_one_derivative() -> None:
+    x = torch.randn(2, 8, device="npu", requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch_npu.npu_swiglu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
 def test_fused_operators_refuse_cpu_tensors() -> None:
     with pytest.raises(NotImplementedError, match=r"npu_rms_norm.*CPU"):
         torch_npu.npu_rms_norm(torch.ones(2, 4), torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"same device.*npu_rms_norm"):
+        torch_npu.npu_rms_norm(torch.ones(2, 4, device="npu"), torch.ones(4))
 
 
 # ---- attention

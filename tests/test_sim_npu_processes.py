@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,92 @@ def check_late_copies() -> None:
     assert unpinned.tolist() == [1, 1, 1, 1]
 
 
+def check_late_copies_to_the_device() -> None:
+    here, side = torch.npu.current_stream(), torch.npu.Stream()
+    pinned, event = torch.ones(4, pin_memory=True), torch.npu.Event()
+
+    def begin() -> torch.Tensor:
+        """A copy on the side stream, and an event after it."""
+        x = torch.zeros(4, device="npu")
+        side.wait_stream(here)
+        with torch.npu.stream(side):
+            x.copy_(pinned, non_blocking=True)
+            event.record()
+        return x
+
+    # computed before the wait it is NaN, as what was there is undefined; after it, it is what was copied
+    for wait in (
+        partial(here.wait_event, event),
+        partial(here.wait_stream, side),
+        event.synchronize,
+        event.query,
+        side.synchronize,
+        side.query,
+        torch.npu.synchronize,
+    ):
+        x = begin()
+        assert (x + 0).isnan().all(), wait
+        wait()
+        assert (x + 0).tolist() == [1] * 4, wait
+
+    # waiting for something else is no help: another stream, an event before the copy, the current stream
+    early = here.record_event()
+    x = begin()
+    torch.npu.Stream().synchronize()
+    here.wait_event(early)
+    early.synchronize()
+    early_on_side = side.record_event()
+    y = begin()
+    here.wait_event(early_on_side)
+    assert x.tolist() == [1] * 4 and y.isnan().all() and y[0].item() != 1 and y.cpu().isnan().all()
+    side.synchronize()
+
+    # what runs on the side stream comes after the copy, and so does a copy back from it, on the host as well
+    x, back = begin(), torch.empty(4, pin_memory=True)
+    with torch.npu.stream(side):
+        assert (x + 1).tolist() == [2] * 4
+        x = begin()
+        back.copy_(x, non_blocking=True)
+        y = torch.empty(4, device="npu")
+        y.copy_(back, non_blocking=True)
+    side.synchronize()
+    assert back.tolist() == y.tolist() == [1] * 4
+
+    # the source is read when the copy runs: it may not be written before
+    x = begin()
+    pinned.fill_(2)
+    event.synchronize()
+    assert x.tolist() == [2] * 4
+
+    # on one stream nothing is late; other copies are blocking
+    x = torch.zeros(4, device="npu")
+    x.copy_(pinned, non_blocking=True)
+    assert x.tolist() == [2] * 4
+    with torch.npu.stream(side):
+        blocking, unpinned, narrow = (torch.zeros(4, device="npu") for _ in range(3))
+        blocking.copy_(pinned)
+        unpinned.copy_(torch.ones(4), non_blocking=True)
+        narrow.copy_(pinned.double().pin_memory(), non_blocking=True)
+    assert (blocking.tolist(), unpinned.tolist(), narrow.tolist()) == ([2] * 4, [1] * 4, [2] * 4)
+
+    # a copy holds no memory of the device, and none is written after it was freed
+    del x, y
+    before = torch.npu.memory_allocated()
+    x = begin()
+    x.untyped_storage().resize_(0)
+    y = begin()
+    del y
+    assert torch.npu.memory_allocated() == before
+    torch.npu.synchronize()
+    assert x.untyped_storage().nbytes() == 0
+
+
 def test_late_copies_show_a_missing_synchronisation() -> None:
     run_check(check_late_copies, SIM_NPU_ASYNC="1")
+
+
+def test_late_copies_show_a_missing_wait_between_streams() -> None:
+    run_check(check_late_copies_to_the_device, SIM_NPU_ASYNC="1")
 
 
 def check_shared_random_stream() -> None:
@@ -212,6 +297,7 @@ def test_report_has_memory_and_counts(tmp_path: Path) -> None:
     operators = {name: int(n) for name, n in first["ops"].items()}
     expected = ("npu::npu_swiglu", "npu::npu_swiglu_backward", "sync:item", "copy:d2h")
     assert {name: operators[name] for name in expected} == dict.fromkeys(expected, 1)
+    assert "aten::silu" not in operators  # of which the fused operator is made
 
 
 def check_nothing() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from llamafactory_ascend import run
 from llamafactory_ascend.features import checkpointing
+from llamafactory_ascend.features.checkpointing_conflicts import parameters_come_and_go
 from llamafactory_ascend.patching import Patch, Target
 
 
@@ -22,7 +23,7 @@ def gradient_checkpointing_enable(
     """
     now = run.current()
     old_format = "value" in inspect.signature(model._set_gradient_checkpointing).parameters
-    others = use_unsloth_gc or checkpointing.parameters_come_and_go()
+    others = use_unsloth_gc or parameters_come_and_go()
     if now.settings.checkpointing == "off" or others or not model.supports_gradient_checkpointing:
         original(model, gradient_checkpointing_kwargs, use_unsloth_gc)
     elif old_format:

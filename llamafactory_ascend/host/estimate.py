@@ -101,14 +101,9 @@ def plan(arguments: run.Arguments, model: Any, rows: Any, cards: int) -> Any:
 def sharding(training: Any, mixed: Any, model: Any) -> Any:
     """Return how FSDP2 shards in this training, None without FSDP.
 
-    Accelerate up to 1.11 keeps the shares of all weights in float32 where there is mixed precision, those of
-    frozen weights as well.
-
     Raises:
         AscendError: what shards is no FSDP2.
     """
-    import torch
-
     from llamafactory_ascend.features.sharding import uses_fsdp
     from llamafactory_ascend.memory.fsdp2 import Policy
 
@@ -119,7 +114,7 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
         raise AscendError("FSDP1 cannot be estimated", "write `fsdp_config: {version: 2, ...}`")
     return Policy(
         classes=frozenset(config.get("transformer_layer_cls_to_wrap") or ()),
-        stored=torch.float32 if mixed else None,
+        stored=None,  # stock: float32 of all, see host/sharded_weights.py
         computed=mixed,
         reshard=bool(config.get("reshard_after_forward", True)),
         whole=0 if stays_off_the_card(config) else sum(x.nbytes for x in model.parameters()),
@@ -127,12 +122,9 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
 
 
 def stays_off_the_card(config: dict[str, Any]) -> bool:
-    """True where Transformers hears of FSDP before it loads a model, and leaves it in host memory.
-
-    A recipe alone sets the variable only when the Trainer makes its Accelerator; `accelerate launch` sets it.
-    """
-    early = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return early and str(config.get("cpu_ram_efficient_loading", True)).lower() == "true"
+    """True where rank 0 alone reads the weights, into host memory; the plugin sees to it in sft and pt."""
+    value = config.get("cpu_ram_efficient_loading", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", ""))
+    return str(value).lower() == "true"
 
 
 # What the recipe may ask for that changes memory in a way nobody has put down here.

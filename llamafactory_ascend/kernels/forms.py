@@ -18,7 +18,7 @@ from llamafactory_ascend.kernels.samples import Arguments, Samples
 from llamafactory_ascend.kernels.varlen import Sequences
 
 Call = Callable[..., Any]
-PROBED_TOKENS = 1024  # the probe looks at so many at most: enough to see a wrong kernel, little memory
+PROBED_TOKENS = 512  # the probe looks at so many at most: enough to see a wrong kernel, little memory
 
 
 @dataclass(frozen=True)

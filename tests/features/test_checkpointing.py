@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llamafactory_ascend import run as run_module
 from llamafactory_ascend.errors import AscendError
 from llamafactory_ascend.features import checkpointing
+from llamafactory_ascend.features.checkpointing_conflicts import double_checkpointing
 from llamafactory_ascend.run import Arguments, Run
 from llamafactory_ascend.settings import Settings
 from tests.training import ATTENTION, IDS, adapted, gradients, load
@@ -389,9 +390,7 @@ def test_double_checkpointing_is_refused_by_the_line_that_asks_for_it(
     training = TrainingArguments(output_dir=str(tmp_path), fsdp=fsdp, fsdp_config=config, use_cpu=True)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = checkpointing.double_checkpointing(
-        arguments(fsdp=training.fsdp, fsdp_config=training.fsdp_config)
-    )
+    found = double_checkpointing(arguments(fsdp=training.fsdp, fsdp_config=training.fsdp_config))
     assert line in found
     assert bool(line) == bool(found)
     if line:

@@ -148,8 +148,8 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(query, key, value, mask, output[0], output[1], output[2])
 
 
-def _backward(ctx, grad: Tensor, *_):
-    query, key, value, atten_mask, output, softmax_max, _ = ctx.saved_tensors
+def _backward(ctx, saved: tuple[Tensor | None, ...], grad: Tensor, *_):
+    query, key, value, atten_mask, output, softmax_max, _ = saved
     packed = ctx.layout == "TND"
 
     def attentions(queries: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

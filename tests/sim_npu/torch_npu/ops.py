@@ -1,7 +1,8 @@
 """Reference versions of torch_npu's fused operators, keeping the tensors the real ones keep.
 
 Each runs as one operator with a backward of its own, so that what is saved for backward, and with it the
-memory of a training step, is the fused operator's and not that of its parts.
+memory of a training step, is the fused operator's and not that of its parts. What they need while they run is
+neither charged to the device nor counted, because a fused kernel has it in its core's own memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from . import _sim
 
 _library = torch.library.Library("npu", "DEF")
 
@@ -19,24 +24,35 @@ _library = torch.library.Library("npu", "DEF")
 def register_operator(
     schema: str, forward: Callable[..., Any], backward: Callable[..., Any], setup: Callable[..., None]
 ) -> Any:
-    """Define ``npu::<schema>`` with its backward; calls count as ``npu::name`` and ``npu::name_backward``."""
+    """Define ``npu::<schema>`` with its backward; calls count as ``npu::name`` and ``npu::name_backward``.
+
+    ``forward`` takes what the schema says, ``backward(ctx, saved, *gradients)`` the tensors that ``setup``
+    has saved; both get and return CPU tensors.
+    """
     name = schema.split("(")[0]
 
-    def counted(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            torch.ops.simnpu.count(label)
-            return function(*args, **kwargs)
+    def run(*args, **kwargs):
+        return _on_cpu(f"npu::{name}", forward, *args, **kwargs)
 
-        return call
+    @once_differentiable  # nor have the real backward operators a derivative
+    def run_backward(ctx, *gradients):
+        run = functools.partial(backward, ctx)
+        return _on_cpu(f"npu::{name}_backward", run, ctx.saved_tensors, *gradients)
 
     _library.define(schema)
     # for the device's key alone: CPU tensors are refused, as by the real operators
-    _library.impl(name, counted(forward, f"npu::{name}"), "PrivateUse1")
-    torch.library.register_autograd(
-        f"npu::{name}", counted(backward, f"npu::{name}_backward"), setup_context=setup, lib=_library
-    )
+    _library.impl(name, run, "PrivateUse1")
+    torch.library.register_autograd(f"npu::{name}", run_backward, setup_context=setup, lib=_library)
     return getattr(torch.ops.npu, name)
+
+
+def _on_cpu(label: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function as one operator: on CPU tensors over the bytes of device tensors."""
+    torch.ops.simnpu.count(label)
+    call = _sim.CpuCall()
+    args, kwargs = tree_map_only(Tensor, call.enter, (args, kwargs))
+    call.check_one_device(label)
+    return tree_map_only(Tensor, call.leave, function(*args, **kwargs))
 
 
 # ---- RMSNorm: y = x / rms(x) * gamma, with 1 / rms(x) kept in float32
@@ -50,8 +66,8 @@ def _rms_norm_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
 
 
-def _rms_norm_backward(ctx, dy: Tensor, _):
-    x, gamma, rstd = ctx.saved_tensors
+def _rms_norm_backward(ctx, saved: tuple[Tensor, ...], dy: Tensor, _):
+    x, gamma, rstd = saved
     normed = x.float() * rstd
     wide = dy.float()
     g = wide * gamma.float()
@@ -79,8 +95,8 @@ def _swiglu_setup(ctx, inputs, output) -> None:
     ctx.dim = inputs[1]
 
 
-def _swiglu_backward(ctx, dy: Tensor):
-    gate, up = ctx.saved_tensors[0].float().chunk(2, ctx.dim)
+def _swiglu_backward(ctx, saved: tuple[Tensor, ...], dy: Tensor):
+    gate, up = saved[0].float().chunk(2, ctx.dim)
     s = torch.sigmoid(gate)
     d = dy.float()
     return torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], ctx.dim).to(dy.dtype), None
@@ -111,8 +127,8 @@ def _rotary_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(x if ctx.tables_need_grad else None, cos, sin)
 
 
-def _rotary_backward(ctx, dy: Tensor):
-    x, cos, sin = ctx.saved_tensors
+def _rotary_backward(ctx, saved: tuple[Tensor | None, ...], dy: Tensor):
+    x, cos, sin = saved
     dx = dy * cos - _rotate(dy * sin, ctx.mode)
     if not ctx.tables_need_grad:
         return dx, None, None, None

@@ -7,9 +7,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -78,38 +80,94 @@ at::Generator cpu_engine(const at::Generator& device_generator) {
   return static_cast<Generator*>(device_generator.unsafeGetGeneratorImpl())->engine;
 }
 
-// ---------------------------------------------------------- deferred copies
-static std::mutex g_deferred_mutex;
-static std::vector<std::pair<at::Tensor, at::Tensor>> g_deferred; // (destination, data)
+// ------------------------------------------------------------------ streams
+static thread_local std::map<DeviceIndex, c10::StreamId> tls_stream;
+static std::atomic<c10::StreamId> g_next_stream{1};
 
-void defer_copy(at::Tensor destination, at::Tensor data) {
-  // until it arrives, the destination holds NaN, which no reader can overlook
-  std::memset(destination.mutable_data_ptr(), 0xff, destination.nbytes());
-  std::lock_guard<std::mutex> guard(g_deferred_mutex);
-  g_deferred.emplace_back(std::move(destination), std::move(data));
+static c10::Stream stream_of(Device device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, Device(kNPU, index_of(device)), id);
+}
+c10::Stream current_stream(Device device) { return stream_of(device, tls_stream[index_of(device)]); }
+
+// -------------------------------------------------------------- late copies
+// Until a copy arrives, its destination holds NaN, which no reader can overlook.
+struct ToDevice {
+  int64_t number; // counts the copies, so that an event knows which were before it
+  c10::Stream stream;
+  c10::weak_intrusive_ptr<c10::StorageImpl> destination; // memory may be freed meanwhile
+  size_t offset;                                         // bytes
+  at::Tensor source;                                     // read no sooner than the copy runs
+};
+static std::mutex g_late_mutex;
+static std::vector<std::pair<at::Tensor, at::Tensor>> g_to_host; // (destination, data)
+static std::vector<ToDevice> g_to_device;
+static int64_t g_last_number = 0;
+
+static int64_t last_number() {
+  std::lock_guard<std::mutex> guard(g_late_mutex);
+  return g_last_number;
 }
 
-void finish_deferred_copies() {
+void defer_to_host(at::Tensor destination, at::Tensor data) {
+  std::memset(destination.mutable_data_ptr(), 0xff, destination.nbytes());
+  std::lock_guard<std::mutex> guard(g_late_mutex);
+  g_to_host.emplace_back(std::move(destination), std::move(data));
+}
+
+void finish_to_host() {
   std::vector<std::pair<at::Tensor, at::Tensor>> arriving;
   {
-    std::lock_guard<std::mutex> guard(g_deferred_mutex);
-    arriving.swap(g_deferred);
+    std::lock_guard<std::mutex> guard(g_late_mutex);
+    arriving.swap(g_to_host);
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (auto& [destination, data] : arriving) destination.copy_(data);
 }
 
-// -------------------------------------------------------- guard and streams
-static thread_local std::map<DeviceIndex, c10::StreamId> tls_stream;
-static std::atomic<c10::StreamId> g_next_stream{1};
+void defer_to_device(const at::Tensor& destination, const at::Tensor& source) {
+  const auto stream = current_stream(destination.device());
+  finish_to_device(stream);
+  std::memset(destination.mutable_data_ptr(), 0xff, destination.nbytes());
+  std::lock_guard<std::mutex> guard(g_late_mutex);
+  g_to_device.push_back({++g_last_number, stream, destination.storage().getWeakStorageImpl(),
+                         size_t(destination.storage_offset()) * destination.itemsize(), source});
+}
 
+template <class Arrives>
+static void finish_to_device_if(const Arrives& arrives) {
+  std::vector<ToDevice> arriving; // outlives the guard: the last reference to a source may be in it
+  std::lock_guard<std::mutex> guard(g_late_mutex);
+  if (g_to_device.empty()) return;
+  const auto first = std::stable_partition(g_to_device.begin(), g_to_device.end(), [&](const ToDevice& copy) {
+    return !copy.destination.expired() && !arrives(copy);
+  });
+  std::move(first, g_to_device.end(), std::back_inserter(arriving));
+  g_to_device.erase(first, g_to_device.end());
+  for (const auto& copy : arriving) {
+    const auto destination = copy.destination.lock();
+    if (!destination || copy.offset + copy.source.nbytes() > destination->nbytes()) continue;
+    std::memcpy(static_cast<char*>(destination->mutable_data()) + copy.offset, copy.source.const_data_ptr(),
+                copy.source.nbytes());
+  }
+}
+
+void finish_to_device(const c10::Stream& stream, int64_t last) {
+  finish_to_device_if([&](const ToDevice& copy) { return copy.stream == stream && copy.number <= last; });
+}
+
+// ---------------------------------------------------------- guard and events
 static double now_ms() {
   using namespace std::chrono;
   return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
 }
 
-// Operators finish before they return, so a stream is a number and an event a time;
-// only deferred copies have something to wait for.
+struct Event {
+  double time;
+  c10::Stream stream;
+  int64_t last; // copy to the device that was begun before it
+};
+
+// Operators finish before they return, so only late copies have something to wait for.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kNPU; }
   Device getDevice() const override { return {kNPU, tls_device}; }
@@ -127,38 +185,48 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return num_devices(); }
 
-  static c10::Stream stream(Device d, c10::StreamId id) {
-    return c10::Stream(c10::Stream::UNSAFE, Device(kNPU, index_of(d)), id);
-  }
-  c10::Stream getStream(Device d) const override { return stream(d, tls_stream[index_of(d)]); }
-  c10::Stream getDefaultStream(Device d) const override { return stream(d, 0); }
-  c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return stream(d, g_next_stream++); }
-  c10::Stream getNewStream(Device d, int) const override { return stream(d, g_next_stream++); }
+  c10::Stream getStream(Device d) const override { return current_stream(d); }
+  c10::Stream getDefaultStream(Device d) const override { return stream_of(d, 0); }
+  c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return stream_of(d, g_next_stream++); }
+  c10::Stream getNewStream(Device d, int) const override { return stream_of(d, g_next_stream++); }
   c10::Stream exchangeStream(c10::Stream s) const override {
     const auto old = getStream(s.device());
     tls_stream[s.device_index()] = s.id();
     return old;
   }
 
-  void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
-    if (!*event) *event = new double;
-    *static_cast<double*>(*event) = now_ms();
+  void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    destroyEvent(*event, stream.device_index());
+    *event = new Event{now_ms(), stream, last_number()};
   }
-  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<double*>(event); }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    finish_deferred_copies();
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void block(void* event, const c10::Stream&) const override {
+    const auto& e = *static_cast<Event*>(event);
+    finish_to_device(e.stream, e.last);
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
     return true;
   }
-  bool queryStream(const c10::Stream&) const override {
-    finish_deferred_copies();
+  bool queryStream(const c10::Stream& stream) const override {
+    synchronizeStream(stream);
     return true;
   }
-  void synchronizeEvent(void*) const override { finish_deferred_copies(); }
-  void synchronizeStream(const c10::Stream&) const override { finish_deferred_copies(); }
-  void synchronizeDevice(DeviceIndex) const override { finish_deferred_copies(); }
+  void synchronizeEvent(void* event) const override {
+    const auto& e = *static_cast<Event*>(event);
+    finish_to_host();
+    finish_to_device(e.stream, e.last);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    finish_to_host();
+    finish_to_device(stream);
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    finish_to_host();
+    finish_to_device_if([&](const ToDevice& copy) { return copy.stream.device_index() == device; });
+  }
   double elapsedTime(void* from, void* to, DeviceIndex) const override {
-    return *static_cast<double*>(to) - *static_cast<double*>(from);
+    return static_cast<Event*>(to)->time - static_cast<Event*>(from)->time;
   }
 };
 static const c10::impl::DeviceGuardImplRegistrar g_guard(kNPU, new Guard);

@@ -22,6 +22,7 @@ static at::Tensor tensor_over(const c10::Storage& storage, DispatchKey key, cons
 }
 
 static c10::Storage alias_storage(const c10::Storage& device) {
+  finish_to_device(current_stream(device.device())); // copies on this stream were before what needs the alias
   // the alias owns the device storage: an asynchronous send may outlive its tensor
   c10::DataPtr bytes(
       device.mutable_data(), new c10::Storage(device),

@@ -196,6 +196,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hccl_over", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<simnpu::HcclBackend>(std::move(gloo));
   });
+  pybind11::class_<simnpu::CpuCall>(m, "CpuCall") // for the fused operators, which are written in Python
+      .def(pybind11::init<>())
+      .def("enter", [](simnpu::CpuCall& call, const at::Tensor& t) { return call.enter(t); })
+      .def("leave", &simnpu::CpuCall::leave)
+      .def("check_one_device", &simnpu::CpuCall::check_one_device);
   m.def("device_count", [] { return int(simnpu::num_devices()); });
   m.def("default_generator", [](int device) -> at::Generator { return simnpu::default_generator(device); });
 }

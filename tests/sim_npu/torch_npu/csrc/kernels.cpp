@@ -94,11 +94,16 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   count(from.is_cpu() ? "copy:h2d" : to.is_cpu() ? "copy:d2h" : "copy:d2d");
   if (async && non_blocking && to.is_cpu() && to.is_contiguous() && is_pinned(to.const_data_ptr())) {
-    defer_copy(to, at::empty_like(to).copy_(as_cpu(from)));
+    defer_to_host(to, at::empty_like(to).copy_(as_cpu(from)));
     return to;
   }
-  // a blocking copy waits for the stream, and with it for the copies queued before
-  if (async && (to.is_cpu() || from.is_cpu())) finish_deferred_copies();
+  // a copy from the host reads what copies to the host wrote; a blocking one waits for the stream, too
+  if (async && (to.is_cpu() || from.is_cpu())) finish_to_host();
+  if (async && non_blocking && from.is_cpu() && from.is_contiguous() && to.is_contiguous() &&
+      from.sizes() == to.sizes() && from.dtype() == to.dtype() && is_pinned(from.const_data_ptr())) {
+    defer_to_device(to, from);
+    return to;
+  }
   as_cpu(to).copy_(as_cpu(from));
   return to;
 }
@@ -110,7 +115,7 @@ static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 static at::Scalar item(const Tensor& t) {
   count("sync:item");
-  finish_deferred_copies();
+  finish_to_host();
   return at::native::_local_scalar_dense_cpu(cpu_alias(t));
 }
 

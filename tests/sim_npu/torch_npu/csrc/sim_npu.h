@@ -11,8 +11,10 @@
 #pragma once
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -54,9 +56,14 @@ void check_index(DeviceIndex device);
 const at::Generator& default_generator(DeviceIndex device);
 // The CPU generator that draws a device generator's numbers.
 at::Generator cpu_engine(const at::Generator& device_generator);
-// Holds a copy back until the next synchronisation (SIM_NPU_ASYNC=1).
-void defer_copy(at::Tensor destination, at::Tensor data);
-void finish_deferred_copies();
+c10::Stream current_stream(Device device);
+// SIM_NPU_ASYNC=1: a copy to pinned memory, which arrives when the host waits for anything.
+void defer_to_host(at::Tensor destination, at::Tensor data);
+void finish_to_host();
+// The same of a copy from pinned memory, contiguous and of one dtype. It runs on the current stream, and
+// arrives when the host or another stream waits for that, or when anything else runs on it.
+void defer_to_device(const at::Tensor& destination, const at::Tensor& source);
+void finish_to_device(const c10::Stream& stream, int64_t last = std::numeric_limits<int64_t>::max());
 
 // ---- fallback.cpp
 // A CPU tensor over the bytes of a device tensor.
