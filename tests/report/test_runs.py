@@ -53,7 +53,7 @@ def start(train: Train, tmp_path: Path) -> Callable[..., tuple[subprocess.Popen[
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
-        process.wait(30)
+        process.wait(100)
         return process, output
 
     return run
