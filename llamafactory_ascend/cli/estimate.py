@@ -80,6 +80,8 @@ def estimate(
     """
     if not recipe.startswith(SHIPPED) and not Path(recipe).is_file():
         raise typer.BadParameter(f"there is no file {recipe}", param_hint="RECIPE")
+    search = ", and what would fit (--no-fits leaves that out)" if fits else ""
+    typer.echo(f"estimating what each card holds{search} ...", err=True)
     options = {"cards": cards, "memory": memory, "images": images, "fits": fits}
     done = collect(
         "llamafactory_ascend.host.estimate", [json.dumps(options), recipe, *(overrides or [])], TIMEOUT

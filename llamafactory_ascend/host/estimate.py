@@ -181,6 +181,9 @@ def estimate(options: dict[str, Any], words: list[str]) -> dict[str, Any]:
             data sets have pictures; `memory`: bytes of a card, None: the device's; `fits`: look what would
             fit as well.
         words: a recipe and what overrides it.
+
+    Raises:
+        AscendError: the recipe cannot be estimated, or its model is not there.
     """
     from llamafactory_ascend.host.full_rows import FullRows
     from llamafactory_ascend.memory import fitting, step
@@ -189,7 +192,14 @@ def estimate(options: dict[str, Any], words: list[str]) -> dict[str, Any]:
     card, training, tokens = device.decide(), arguments.training, arguments.data.cutoff_len
     cards = options["cards"] or ranks(card)
     images = int(has_pictures(arguments)) if options["images"] is None else options["images"]
-    rows = FullRows(arguments, images)
+    try:
+        rows = FullRows(arguments, images)
+    except OSError as error:
+        name = arguments.model.model_name_or_path
+        raise AscendError(
+            f"no config and tokenizer of `{name}` can be read: {error.__cause__ or error}",
+            "give a folder that holds them: model_name_or_path=DIR",
+        ) from error
     model = build(arguments, rows.tokenizer)
     planned = plan(arguments, model, rows, cards)
     memory = int(options["memory"] or card.memory or 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -9,7 +10,7 @@ from llamafactory_ascend.memory.ledger import Bytes
 from llamafactory_ascend.memory.repeats import Costs
 from llamafactory_ascend.memory.step import Batch, Plan, measure
 
-MOST_ROWS, LONGEST, MOST_CARDS = 512, 1 << 20, 1024
+MOST_ROWS, LONGEST, MOST_CARDS = 512, 1 << 18, 1024
 CLOSE = 0.03  # a search ends where the next size that was tried is but so much larger
 TRIES = 8
 
@@ -55,11 +56,16 @@ def what_fits(
         return peak(measure(model, changed, costs))[1]
 
     least = 8  # the host pads rows to multiples of it
-    longest = (
-        largest(lambda n: size(rows, n * least), budget, max(1, tokens // least), LONGEST // least) * least
-    )
+    positions = longest_row(model) // least
+    longest = largest(lambda n: size(rows, n * least), budget, max(1, tokens // least), positions) * least
     most = largest(lambda n: size(n, tokens), budget, rows, MOST_ROWS)
     return Fit(longest, most, fewest_cards(lambda n: size(rows, tokens, n), budget, plan.policy is not None))
+
+
+def longest_row(model: nn.Module) -> int:
+    """Return the most tokens of a row that are looked at: the positions that a model knows."""
+    config: Any = model.config
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST)
 
 
 def largest(size: Callable[[int], int], budget: int, first: int, limit: int) -> int:
