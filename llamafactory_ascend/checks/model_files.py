@@ -16,6 +16,12 @@ READ = (
 )  # fmt: skip
 
 
+def is_missing(name: str) -> bool:
+    """True for a path without a folder; `name` and `owner/name` may be names on a model hub."""
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    return is_path and not Path(name).expanduser().exists()
+
+
 def problems(folder: Path) -> list[str]:
     """Return what is wrong with a model's folder, as sentences; [] where it is none of this machine."""
     if not folder.is_dir():

@@ -81,7 +81,7 @@ def from_llm(
                     raise AscendError(
                         f"{len(missing):,} of {len(passages):,} passages have no answer, the last one: "
                         f"{missing[-1]}; {out} is not written{kept}",
-                        "when the endpoint answers (its address, its key), the same command asks for the rest",
+                        "see to the endpoint's address and key; the same command asks for the rest",
                     )
                 written, barren = write(out, passages, done)
                 said = data_files.register(called, keys, dataset_dir)

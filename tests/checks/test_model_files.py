@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from llamafactory_ascend.checks.model_files import problems
+from llamafactory_ascend.checks.model_files import is_missing, problems
 
 
 @pytest.fixture
@@ -45,3 +45,8 @@ def test_a_file_that_is_not_read_may_be_broken(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{", encoding="utf-8")
     (problem,) = problems(tmp_path)
     assert problem.startswith(f"{tmp_path}/model.safetensors.index.json is not JSON")
+
+
+def test_a_path_is_told_from_a_name_on_a_hub(tmp_path: Path) -> None:
+    assert is_missing("./nope") and is_missing("/nowhere/m") and is_missing("a/b/c")
+    assert not is_missing("Qwen/Qwen3-8B") and not is_missing(str(tmp_path))
