@@ -47,15 +47,13 @@ def in_parts() -> None:
 
 def as_stock_shards() -> None:
     """Let FSDP2 keep frozen weights in float32, as it does without the plugin."""
-    import torch
-
     from llamafactory_ascend.host import estimate
 
     ours = estimate.sharding
 
     def stock(training: Any, mixed: Any, model: Any) -> Any:
         policy = ours(training, mixed, model)
-        return policy and replace(policy, stored=torch.float32 if mixed else None)
+        return policy and replace(policy, frozen=policy.stored)
 
     estimate.sharding = stock
 

@@ -104,6 +104,8 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
     Raises:
         AscendError: what shards is no FSDP2.
     """
+    import torch
+
     from llamafactory_ascend.features.sharding import uses_fsdp
     from llamafactory_ascend.memory.fsdp2 import Policy
 
@@ -114,7 +116,8 @@ def sharding(training: Any, mixed: Any, model: Any) -> Any:
         raise AscendError("FSDP1 cannot be estimated", "write `fsdp_config: {version: 2, ...}`")
     return Policy(
         classes=frozenset(config.get("transformer_layer_cls_to_wrap") or ()),
-        stored=None,  # stock: float32 of all, see host/sharded_weights.py
+        stored=torch.float32 if mixed else None,
+        frozen=next((x.dtype for x in model.parameters() if not x.requires_grad), None),
         computed=mixed,
         reshard=bool(config.get("reshard_after_forward", True)),
         whole=0 if stays_off_the_card(config) else sum(x.nbytes for x in model.parameters()),

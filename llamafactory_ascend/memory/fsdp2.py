@@ -34,7 +34,8 @@ class Policy:
 
     Attributes:
         classes: names of the classes whose modules are sharded on their own; the rest is the root's.
-        stored: dtype of a card's own share, None: as the weights are loaded.
+        stored: dtype of a card's own share of what is trained, None: as the weights are loaded.
+        frozen: the same of what is not trained.
         computed: dtype of unsharded weights and of the gradients that are reduced, None: as they are stored.
         reshard: unsharded weights are dropped after forward, and gathered again for backward.
         whole: bytes that are on each card before the weights are cut: all of them, where the model was loaded
@@ -43,6 +44,7 @@ class Policy:
 
     classes: Collection[str]
     stored: torch.dtype | None
+    frozen: torch.dtype | None
     computed: torch.dtype | None
     reshard: bool = True
     whole: int = 0
@@ -100,13 +102,13 @@ class FullyShard(Sharding):
         """Charge this card's shares, which were cut in the dtype of the weights, each whole for a while."""
         self._shares: list[Any] = []
         whole = Hold(self.ledger, block(WEIGHTS, self.policy.whole))
-        shares = [share(x, self.cards) * x.dtype.itemsize for x in self.model.parameters()]
-        largest = max(x.numel() * x.dtype.itemsize for x in self.model.parameters())
+        sizes = {x: self._dtype(x).itemsize for x in self.model.parameters()}
+        shares = [share(x, self.cards) * size for x, size in sizes.items()]
+        largest = max(x.numel() * size for x, size in sizes.items())
         self.ledger.spike(blocks(WEIGHTS, shares) + block(COLLECTIVES, largest))
         for parameter in self.model.parameters():
             self.ledger.ignore(parameter)
-            numbers = share(parameter, self.cards)
-            dtype = self.policy.stored or parameter.dtype
+            numbers, dtype = share(parameter, self.cards), self._dtype(parameter)
             if parameter.requires_grad:
                 own = nn.Parameter(torch.empty(numbers, dtype=dtype))
                 self._own[id(parameter)] = own
@@ -115,6 +117,11 @@ class FullyShard(Sharding):
         for buffer in self.model.buffers():
             self.ledger.charge(buffer)
         whole.release()
+
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a share; a parameter itself has the dtype of what is computed meanwhile."""
+        kept = self.policy.stored if parameter.requires_grad else self.policy.frozen
+        return kept or parameter.dtype
 
     def trained(self) -> list[nn.Parameter]:
         return list(self._own.values())

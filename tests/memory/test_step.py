@@ -83,9 +83,13 @@ def published() -> PeftModel:
         return get_peft_model(model, LoraConfig(r=8, target_modules=ATTENTION))
 
 
-def load(model: Any, stored: torch.dtype | None, whole: int = 0) -> tuple[FullyShard, Ledger]:
+def load(model: Any, frozen: torch.dtype | None, whole: int = 0) -> tuple[FullyShard, Ledger]:
     policy = Policy(
-        {"Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"}, stored=stored, computed=torch.bfloat16, whole=whole
+        {"Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"},
+        stored=torch.float32,
+        frozen=frozen,
+        computed=torch.bfloat16,
+        whole=whole,
     )
     mode, book = fakes.new_mode(), Ledger()
     with fakes.without_storage(model, mode, torch.bfloat16), mode, book:
@@ -103,6 +107,15 @@ def test_shares_of_the_published_size(published: PeftModel) -> None:
     assert book.held[WEIGHTS] == 4 * numbers
     assert len(sharding.all_groups) == 92  # 64 layers, 27 blocks, the root
     assert sum(x.numel() for x in sharding.trained()) == 5_242_880 // RANKS
+
+
+def test_frozen_shares_keep_the_dtype_they_are_loaded_in(published: PeftModel) -> None:
+    _, book = load(published, torch.bfloat16)
+    frozen, trained = (
+        sum(share(x, RANKS) for x in published.parameters() if x.requires_grad is kind)
+        for kind in (False, True)
+    )
+    assert book.held[WEIGHTS] == 2 * frozen + 4 * trained
 
 
 def test_a_model_that_is_loaded_onto_each_card_is_there_beside_the_shares(published: PeftModel) -> None:
