@@ -160,8 +160,7 @@ def check_keys(text: str, changes: "list[recipe_text.Change]", name: str) -> Non
         return
     from llamafactory_ascend.host import argument_types
 
-    for key in sorted(keys):
-        argument_types.refuse_unknown(key)
+    argument_types.refuse_unknown(argument_types.training_classes(), keys)
 
 
 def write(path: Path, text: str, force: bool) -> Path | None:

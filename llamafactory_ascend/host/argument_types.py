@@ -1,4 +1,5 @@
-"""Values that the host's arguments cannot have: its parser looks at a recipe's keys, and takes any value.
+"""Keys and values that the host's arguments cannot have. Its parser says which keys it does not know,
+and takes any value.
 
 `lora_rank: many` is found by PEFT, after the model has been loaded: "'<=' not supported between instances of
 'str' and 'int'", which names no key.
@@ -11,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llamafactory_ascend.errors import AscendError
+from llamafactory_ascend.settings import Settings
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 SWITCHES = {"true", "false", "yes", "no", "on", "off", "0", "1"}
@@ -38,21 +40,32 @@ def refuse(classes: Iterable[Any], args: Mapping[str, Any], where: str) -> None:
         raise AscendError("\n".join(found), "nothing has been loaded; correct the recipe and start again")
 
 
-def refuse_unknown(key: str) -> None:
-    """Refuse a key that a recipe cannot have.
-
-    Raises:
-        AscendError: no dataclass of a training or an export has it; the nearest names are in the message.
-    """
+def training_classes() -> tuple[Any, ...]:
+    """Return the dataclasses that a recipe of a training or an export is read into."""
     from llamafactory.hparams import DataArguments, FinetuningArguments, GeneratingArguments, ModelArguments
     from llamafactory.hparams.training_args import TrainingArguments
 
-    classes = (ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments)
+    return ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments
+
+
+def refuse_unknown(classes: Iterable[Any], keys: Iterable[str], where: str = "") -> None:
+    """Refuse keys that a recipe cannot have; stock refuses them too, and does not say which key was meant.
+
+    Args:
+        classes: the dataclasses that will be made from the keys.
+        where: the recipe's name.
+
+    Raises:
+        AscendError: no dataclass has a key; the nearest names are in the message.
+    """
     names = {field.name for each in classes for field in dataclasses.fields(each) if field.init}
-    if key not in names:
-        near = difflib.get_close_matches(key, names, n=3)
+    found = []
+    for key in sorted(set(keys) - names):
+        near = [f"ascend.{key}"] if key in Settings.model_fields else difflib.get_close_matches(key, names)
         guess = f": did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""
-        raise AscendError(f"the host has no key `{key}`{guess}")
+        found.append(f"{where}{': ' if where else ''}the host has no key `{key}`{guess}")
+    if found:
+        raise AscendError("\n".join(found))
 
 
 def misfit(hint: Any, value: Any) -> str:

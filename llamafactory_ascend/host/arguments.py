@@ -78,8 +78,11 @@ def parse_args(
 
     rest, found = take_settings(host.read_args(args))
     if isinstance(rest, dict):
+        classes = getattr(parser, "dataclass_types", ())
         with mistakes_end_the_process():
-            argument_types.refuse(getattr(parser, "dataclass_types", ()), rest, recipe_name())
+            if classes and not allow_extra_keys:
+                argument_types.refuse_unknown(classes, rest, recipe_name())
+            argument_types.refuse(classes, rest, recipe_name())
     run.current().settings = found
     run.current().given = given_keys(rest)
     return original(parser, rest, allow_extra_keys)

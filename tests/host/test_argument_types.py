@@ -1,4 +1,4 @@
-"""A value of a wrong type is refused with its key, before anything is loaded."""
+"""An unknown key, or a value of a wrong type, is refused before anything is loaded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llamafactory_ascend.errors import AscendError
-from llamafactory_ascend.host.argument_types import misfit, refuse
+from llamafactory_ascend.host.argument_types import misfit, refuse, refuse_unknown, training_classes
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,13 @@ def test_every_mistake_is_named_with_its_recipe() -> None:
         "a.yaml: `lora_rank` is 'many', it must be a whole number\n"
         "a.yaml: `rope_factor` is 'x', it must be a number"
     )
+
+
+def test_unknown_keys_are_named_with_the_nearest_ones() -> None:
+    keys = ["learning_rat", "checkpointing", "stage", "zzz"]
+    with pytest.raises(AscendError) as caught:
+        refuse_unknown(training_classes(), keys, "x.yaml")
+    first, second, third = str(caught.value).splitlines()
+    assert first == "x.yaml: the host has no key `checkpointing`: did you mean `ascend.checkpointing`?"
+    assert second.startswith("x.yaml: the host has no key `learning_rat`: did you mean `learning_rate`")
+    assert third == "x.yaml: the host has no key `zzz`"
