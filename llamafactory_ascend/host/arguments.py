@@ -183,7 +183,7 @@ def refuse_broken_model(path: Any) -> None:
         AscendError: they cannot be read, there is no tokenizer, or no folder where only a path can be meant.
     """
     if isinstance(path, str) and model_files.is_missing(path):
-        raise AscendError(f"model_name_or_path: there is no folder {path}", "correct the path")
+        raise AscendError(f"there is no folder {path}", "correct `model_name_or_path`, or --model PATH")
     found = model_files.problems(Path(path).expanduser()) if isinstance(path, str) and path else []
     if found:
         raise AscendError("\n".join(found), "copy the model once more, all of its files")

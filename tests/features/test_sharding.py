@@ -149,7 +149,8 @@ def test_cpu_offload(train_once: Train, default: Result) -> None:
     assert offloaded.report["decisions"]["process group"]["choice"] == "cpu:gloo,npu:hccl"
     assert four_digits(offloaded.losses) == four_digits(default.losses)
     assert four_digits(offloaded.grad_norms) == four_digits(default.grad_norms)
-    assert offloaded.peak() < default.peak()
+    left = [run.report["ranks"][1]["memory"]["allocated"] for run in (offloaded, default)]
+    assert left[0] < left[1] / 2  # the shards lie on the host
     assert check(offloaded.output).ok
 
 
