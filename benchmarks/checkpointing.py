@@ -10,29 +10,27 @@ synchronisations included; neither is a figure of real hardware. What the floor 
 the losses of stock's operators differ or a requirement of REQUIRED is missed.
 """
 
-import argparse
 import json
 import operator
-import os
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when run by its path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for the packages below, when run by its path
+from benchmarks.measuring import (
+    MIB,
+    conclude,
+    console,
+    measure_host,
+    measure_trainer,
+    parser,
+    run_module,
+    working,
+)
+from benchmarks.text_case import MODEL, RECIPE
+from tests.assets import build
 
-from benchmarks.text_case import DATA, MODEL, RECIPE  # noqa: E402
-from tests.assets import build  # noqa: E402
-from tests.running import Result, Train, environment  # noqa: E402
-
-SIMULATOR = ROOT / "tests" / "sim_npu"
-MIB = 1 << 20
-console = Console(stderr=True, highlight=False, soft_wrap=True)
 COMPARE = {">=": operator.ge, "<=": operator.le}
 # key: how the figure must compare, and with what
 REQUIRED: dict[str, tuple[str, float]] = {
@@ -45,65 +43,11 @@ REQUIRED: dict[str, tuple[str, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run: peak in bytes, operator launches, and the losses and gradient norms it logged."""
-
-    peak: int
-    launches: int
-    losses: list[float]
-    grad_norms: list[float]
-
-
-def prepare_environment(cache: Path) -> None:
-    """Let every child use the simulated NPU with one thread."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SIMULATOR)])
-    os.environ.setdefault("SIM_NPU_CACHE", str(cache / "sim_npu"))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def measure_host(assets: Path, folder: Path, **how: Any) -> Measured:
-    """Run `llamafactory-cli train`, as a user does."""
-    folder.mkdir()
-    result = Train(assets, folder, simulator_missing=None)(timeout=1800, **{**RECIPE, **how})
-    if result.code:
-        raise SystemExit(f"llamafactory-cli ended with {result.code}:\n{result.text[-4000:]}")
-    return Measured(result.peak(), sum(result.operators.values()), result.losses, result.grad_norms)
-
-
-def measure_trainer(assets: Path, work: Path) -> Measured:
-    """Run the plain Trainer."""
-    record = work / "trainer.jsonl"
-    data = assets / "data" / f"{DATA}.json"
-    arguments = ["benchmarks.checkpointing_trainer", str(assets / MODEL), str(data), str(work / "trainer")]
-    logged = json.loads(run_module(arguments, record))
-    result = Result(
-        0, "", work, [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    )
-    return Measured(result.peak(), sum(result.operators.values()), logged["losses"], logged["grad_norms"])
-
-
 def measure_floor(assets: Path, work: Path) -> dict[str, Any]:
     """Return what `checkpointing_floor.py` prints."""
     arguments = ["benchmarks.checkpointing_floor", str(assets / MODEL)]
     found: dict[str, Any] = json.loads(run_module(arguments, work / "floor.jsonl"))
     return found
-
-
-def run_module(arguments: list[str], record: Path) -> str:
-    """Run a module of this package without the plugin and return the last line it prints."""
-    process = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env={**environment(plugin=False), "SIM_NPU_REPORT": str(record)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=ROOT,
-    )
-    if process.returncode:
-        raise SystemExit(f"{arguments[0]} ended with {process.returncode}:\n{process.stderr[-4000:]}")
-    return process.stdout.splitlines()[-1]
 
 
 def measure(work: Path) -> dict[str, Any]:
@@ -112,17 +56,17 @@ def measure(work: Path) -> dict[str, Any]:
         assets = work / "assets"
         build(assets, [MODEL, "data"])
     with console.status("stock"):
-        stock = measure_host(assets, work / "stock", plugin=False)
-    console.print(f"stock   {show(stock)}")
+        stock = measure_host(assets, work / "stock", RECIPE, plugin=False)
+    console.print(f"stock   {stock}")
     with console.status("plugin"):
-        plugin = measure_host(assets, work / "plugin")
-    console.print(f"plugin  {show(plugin)}")
+        plugin = measure_host(assets, work / "plugin", RECIPE)
+    console.print(f"plugin  {plugin}")
     with console.status("plugin with its kernels"):
-        kernels = measure_host(assets, work / "kernels", ascend={"kernels": "auto"})
-    console.print(f"kernels {show(kernels)}")
+        kernels = measure_host(assets, work / "kernels", RECIPE, ascend={"kernels": "auto"})
+    console.print(f"kernels {kernels}")
     with console.status("plain Trainer"):
-        trainer = measure_trainer(assets, work)
-    console.print(f"trainer {show(trainer)}")
+        trainer = measure_trainer("text", assets, work)
+    console.print(f"trainer {trainer}")
     with console.status("floor"):
         floor = measure_floor(assets, work)
     console.print(f"floor   {floor['floor'] / MIB:8.2f} MiB  {floor}")
@@ -142,10 +86,6 @@ def measure(work: Path) -> dict[str, Any]:
     }
 
 
-def show(run: Measured) -> str:
-    return f"{run.peak / MIB:8.2f} MiB  {run.launches:8,} launches  losses {run.losses}"
-
-
 def missed(figures: dict[str, Any]) -> list[str]:
     """Return a sentence for each requirement that the figures miss."""
     lines = [
@@ -157,20 +97,10 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Peak memory of checkpointing, on the simulated NPU.")
-    parser.add_argument(
-        "--work", type=Path, help="folder for the runs, kept afterwards (default: a temporary one)"
-    )
-    given = parser.parse_args().work
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(given or temporary).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        prepare_environment(work)
+    given = parser("Peak memory of checkpointing, on the simulated NPU.").parse_args().work
+    with working(given) as work:
         figures = measure(work)
-    for line in missed(figures):
-        console.print(f"[bold red]{line}")
-    print(json.dumps(figures))
-    raise SystemExit(bool(missed(figures)))
+    conclude(figures, missed(figures))
 
 
 if __name__ == "__main__":

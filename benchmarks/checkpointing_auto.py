@@ -10,30 +10,22 @@ synchronisations included; they are no times, and no figure of real hardware. Pr
 last line of stdout is JSON. The exit code is 1 where a requirement (``missed``) is not met.
 """
 
-import argparse
 import itertools
-import json
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when run by its path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for the packages below, when run by its path
+from benchmarks.measuring import MIB, conclude, console, parser, working
+from benchmarks.text_case import MODEL, RECIPE
+from tests.assets import build
+from tests.running import Train
 
-from benchmarks.checkpointing import prepare_environment  # noqa: E402
-from benchmarks.text_case import MODEL, RECIPE  # noqa: E402
-from tests.assets import build  # noqa: E402
-from tests.running import Train  # noqa: E402
-
-MIB = 1 << 20
 STEPS = 5  # in the first everything is recomputed, the next two find the number of layers
 SHARES = (30, 50, 80)  # percent
 NONE = {"disable_gradient_checkpointing": True, "gradient_checkpointing": False}
-console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -113,20 +105,10 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Layers kept within a budget, on the simulated NPU.")
-    parser.add_argument(
-        "--work", type=Path, help="folder for the runs, kept afterwards (default: a temporary one)"
-    )
-    given = parser.parse_args().work
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(given or temporary).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        prepare_environment(work)
+    given = parser("Layers kept within a budget, on the simulated NPU.").parse_args().work
+    with working(given) as work:
         figures = measure(work)
-    for line in missed(figures):
-        console.print(f"[bold red]{line}")
-    print(json.dumps(figures))
-    raise SystemExit(bool(missed(figures)))
+    conclude(figures, missed(figures))
 
 
 if __name__ == "__main__":

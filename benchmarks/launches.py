@@ -9,26 +9,19 @@ they are no times, and no figure of real hardware. Progress goes to stderr; the 
 The exit code is 1 where `ratio_to_stock` is above REQUIRED.
 """
 
-import argparse
-import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when run by its path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for the packages below, when run by its path
-
-from benchmarks.checkpointing import prepare_environment  # noqa: E402
-from benchmarks.text_case import MODEL, RECIPE  # noqa: E402
-from tests.assets import build  # noqa: E402
-from tests.running import Train  # noqa: E402
+from benchmarks.measuring import conclude, console, parser, working
+from benchmarks.text_case import MODEL, RECIPE
+from tests.assets import build
+from tests.running import Train
 
 REQUIRED = 0.35
-console = Console(stderr=True, highlight=False)
 
 
 def measure_step(assets: Path, folder: Path, **how: Any) -> Counter[str]:
@@ -67,20 +60,12 @@ def show(counts: Counter[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Operator launches of a training step, on the simulated NPU."
-    )
-    parser.add_argument(
-        "--work", type=Path, help="folder for the runs, kept afterwards (default: a temporary one)"
-    )
-    given = parser.parse_args().work
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(given or temporary).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        prepare_environment(work)
+    given = parser("Operator launches of a training step, on the simulated NPU.").parse_args().work
+    with working(given) as work:
         figures = measure(work)
-    print(json.dumps(figures))
-    raise SystemExit(figures["ratio_to_stock"] > REQUIRED)
+    ratio = figures["ratio_to_stock"]
+    missed = [f"ratio_to_stock is {ratio}, required is <= {REQUIRED}"] if ratio > REQUIRED else []
+    conclude(figures, missed)
 
 
 if __name__ == "__main__":

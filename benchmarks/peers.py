@@ -3,32 +3,32 @@
     python benchmarks/peers.py [--work FOLDER] [--venv FOLDER] [--only CASE]
 
 Stock `llamafactory-cli train`, Transformers' Trainer with PEFT, ms-swift 4.6.0 and the plugin train the
-cases of `peers_cases.py`, each in a process of its own, all in this invocation. Peaks are the bytes requested
+cases of `cases.py`, each in a process of its own, all in this invocation. Peaks are the bytes requested
 from the simulated device, launches the operators sent to it in three steps, copies, synchronisations and the
 plugin's comparisons in the first step included; neither is a figure of real hardware. Progress goes to
 stderr; the last line of stdout is JSON. The exit code is 1 where a requirement of REQUIRED is missed or
 losses differ.
 """
 
-import argparse
-import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when run by its path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for the packages below, when run by its path
+from benchmarks import peers_swift
+from benchmarks.cases import CASES, Case, build_assets
+from benchmarks.measuring import (
+    Measured,
+    conclude,
+    console,
+    measure_host,
+    measure_trainer,
+    parser,
+    working,
+)
 
-from benchmarks import peers_swift  # noqa: E402
-from benchmarks.checkpointing import MIB, Measured, measure_host, prepare_environment, run_module  # noqa: E402
-from benchmarks.peers_cases import CASES, Case, build_assets  # noqa: E402
-from tests.running import Result  # noqa: E402
-
-console = Console(stderr=True, highlight=False, soft_wrap=True)
 # Figures that must not be above these. Launches are required of the text case alone: there the operators that
 # the plugin replaces are most of a step. A step of the dense models is matrix products, which it leaves as
 # they are.
@@ -42,13 +42,13 @@ def measure_case(case: Case, assets: Path, work: Path, swift: Path) -> dict[str,
     host = {**case.host(), "dataset_dir": str(assets / case.folder)}
 
     def run_host(name: str, **how: Any) -> Measured:
-        return measure_host(assets, work / f"{case.name} {name}", **{**host, **how})
+        return measure_host(assets, work / f"{case.name} {name}", host, **how)
 
     programs = {
         "stock": lambda: run_host("stock", plugin=False),
         EXACT: lambda: run_host("exact", ascend={"kernels": "off", "loss": "off"}),
         OURS: lambda: run_host("plugin", ascend={"kernels": "auto"}),
-        "Trainer": lambda: measure_trainer(case, assets, work),
+        "Trainer": lambda: measure_trainer(case.name, assets, work),
     }
     for setting, words in peers_swift.SETTINGS.items():
         programs[f"ms-swift {setting}"] = lambda name=setting, words=words: peers_swift.measure(  # type: ignore[misc]
@@ -58,20 +58,8 @@ def measure_case(case: Case, assets: Path, work: Path, swift: Path) -> dict[str,
     for name, program in programs.items():
         with console.status(f"{case.name}: {name}"):
             found[name] = program()
-        run = found[name]
-        figures = f"{run.peak / MIB:8.2f} MiB  {run.launches:8,} launches"
-        console.print(f"{case.name:6} {name:32} {figures}  losses {run.losses}")
+        console.print(f"{case.name:6} {name:32} {found[name]}")
     return found
-
-
-def measure_trainer(case: Case, assets: Path, work: Path) -> Measured:
-    """Run the plain Trainer."""
-    record = work / f"{case.name}_trainer.jsonl"
-    arguments = ["benchmarks.peers_trainer", case.name, str(assets), str(work / f"{case.name} trainer")]
-    logged = json.loads(run_module(arguments, record))
-    lines = record.read_text(encoding="utf-8").splitlines()
-    result = Result(0, "", work, [json.loads(line) for line in lines])
-    return Measured(result.peak(), sum(result.operators.values()), logged["losses"], logged["grad_norms"])
 
 
 def compare(case: Case, runs: dict[str, Measured]) -> dict[str, Any]:
@@ -111,31 +99,22 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory and launches beside peers, on the simulated NPU.")
-    parser.add_argument(
-        "--work", type=Path, help="folder for the runs, kept afterwards (default: a temporary one)"
-    )
-    parser.add_argument(
+    options = parser("Memory and launches beside peers, on the simulated NPU.")
+    options.add_argument(
         "--venv", type=Path, help="folder for ms-swift's environment, some 240 MB (default: in --work)"
     )
-    parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(given.work or temporary).resolve()
-        work.mkdir(parents=True, exist_ok=True)
+    options.add_argument("--only", choices=[case.name for case in CASES], help="one case")
+    given = options.parse_args()
+    found: dict[str, Any] = {}
+    with working(given.work) as work:
         with console.status("ms-swift's environment"):
             swift = peers_swift.make_environment((given.venv or work / "ms-swift").resolve())
-        prepare_environment(work)
         build_assets(work / "assets")
-        found: dict[str, Any] = {}
         for case in CASES:
             if given.only in (None, case.name):
                 found |= compare(case, measure_case(case, work / "assets", work, swift))
     figures = summarise(found)
-    for line in missed(figures):
-        console.print(f"[bold red]{line}")
-    print(json.dumps(figures))
-    raise SystemExit(bool(missed(figures)))
+    conclude(figures, missed(figures))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpointing import Measured
-from benchmarks.peers_cases import Case
+from benchmarks.cases import Case
+from benchmarks.measuring import Measured
 from tests.running import Result, environment
 
 OWN = ("ms-swift==4.6.0", "datasets==4.8.4", "qwen_vl_utils", "decord")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers, peers_swift
-from benchmarks.checkpointing import Measured
-from benchmarks.peers_cases import CASES
+from benchmarks.cases import CASES
+from benchmarks.measuring import Measured
 
 STOCK = Measured(peak=1000, launches=500, losses=[2.0, 1.5], grad_norms=[1.0, 0.5])
 RUNS = {

@@ -1,9 +1,10 @@
-"""A peer: Transformers' Trainer and PEFT, non-re-entrant checkpointing, on a case of `peers_cases.py`.
+"""A peer: Transformers' Trainer and PEFT, non-re-entrant checkpointing, on a case of `cases.py`.
 
-    python -m benchmarks.peers_trainer CASE ASSETS OUTPUT_FOLDER
+    python -m benchmarks.trainer CASE ASSETS OUTPUT_FOLDER
 
-As `checkpointing_trainer.py`, which is its text case, it reads no recipe and no host. The last line of stdout
-is JSON: `losses` and `grad_norms`.
+It reads no recipe and no host: what anybody would write who wants every layer checkpointed. Rows are laid out
+as the host's templates do, so that losses are comparable. The last line of stdout is JSON: `losses` and
+`grad_norms`.
 """
 
 import json
@@ -25,10 +26,11 @@ from transformers import (
     set_seed,
 )
 
-from benchmarks.checkpointing_trainer import IGNORED, LOGGED
-from benchmarks.peers_cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from benchmarks.text_case import CUTOFF, LEARNING_RATE, RANK, STEPS, TARGETS
 
+IGNORED = -100
+LOGGED = {"losses": "loss", "grad_norms": "grad_norm"}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 

@@ -1,4 +1,4 @@
-"""The cases of the peers benchmark: a model, its data, and the same training in the words of each program."""
+"""The cases of the peers: a model, its data, and the same training in the words of each program."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
